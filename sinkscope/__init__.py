@@ -1,0 +1,112 @@
+"""sinkscope: find, explain and test attention sinks in hooked transformer models.
+
+The way through: a model (`load_model`, `model_view`), prompts (`token_batch`), weights
+(`extract_epe`, `coordinate_alignment`, `epe_bias_alignment`, `query_bias`,
+`find_massive_coordinates`), runs (`decompose_scores`, `source_agnostic_shift`,
+`epe_fidelity`, `patterns`, `sink_score`, `sink_rate`, `sink_position`, `value_norms`,
+`residual_norms`), changes (`ablations`, `PAPER_CONDITIONS`), and the paper's results
+(`experiments`, `reproduce`).
+
+Names are loaded on use, so that importing sinkscope stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sinkscope import ablations as ablations
+    from sinkscope import experiments as experiments
+    from sinkscope.ablations import PAPER_CONDITIONS as PAPER_CONDITIONS
+    from sinkscope.ablations import Ablation as Ablation
+    from sinkscope.epe import EPE as EPE
+    from sinkscope.epe import coordinate_alignment as coordinate_alignment
+    from sinkscope.epe import epe_bias_alignment as epe_bias_alignment
+    from sinkscope.epe import extract_epe as extract_epe
+    from sinkscope.epe import query_bias as query_bias
+    from sinkscope.errors import SinkscopeError as SinkscopeError
+    from sinkscope.fidelity import epe_fidelity as epe_fidelity
+    from sinkscope.loading import load_model as load_model
+    from sinkscope.massive import MassiveCoordinates as MassiveCoordinates
+    from sinkscope.massive import MeanStd as MeanStd
+    from sinkscope.massive import MedianRatio as MedianRatio
+    from sinkscope.massive import TopK as TopK
+    from sinkscope.massive import find_massive_coordinates as find_massive_coordinates
+    from sinkscope.measures import patterns as patterns
+    from sinkscope.measures import residual_norms as residual_norms
+    from sinkscope.measures import sink_position as sink_position
+    from sinkscope.measures import sink_rate as sink_rate
+    from sinkscope.measures import sink_score as sink_score
+    from sinkscope.measures import value_norms as value_norms
+    from sinkscope.model import ModelView as ModelView
+    from sinkscope.model import model_view as model_view
+    from sinkscope.prompts import Prompts as Prompts
+    from sinkscope.prompts import TokenBatch as TokenBatch
+    from sinkscope.prompts import load_prompts as load_prompts
+    from sinkscope.prompts import token_batch as token_batch
+    from sinkscope.reproduction import reproduce as reproduce
+    from sinkscope.scores import ScoreTerms as ScoreTerms
+    from sinkscope.scores import decompose_scores as decompose_scores
+    from sinkscope.scores import shift_by_coordinate as shift_by_coordinate
+    from sinkscope.scores import shift_share as shift_share
+    from sinkscope.scores import source_agnostic_shift as source_agnostic_shift
+    from sinkscope.sites import Site as Site
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ablations": ("Ablation", "PAPER_CONDITIONS"),
+    "epe": (
+        "EPE",
+        "coordinate_alignment",
+        "epe_bias_alignment",
+        "extract_epe",
+        "query_bias",
+    ),
+    "errors": ("SinkscopeError",),
+    "fidelity": ("epe_fidelity",),
+    "loading": ("load_model",),
+    "massive": (
+        "MassiveCoordinates",
+        "MeanStd",
+        "MedianRatio",
+        "TopK",
+        "find_massive_coordinates",
+    ),
+    "measures": (
+        "patterns",
+        "residual_norms",
+        "sink_position",
+        "sink_rate",
+        "sink_score",
+        "value_norms",
+    ),
+    "model": ("ModelView", "model_view"),
+    "prompts": ("Prompts", "TokenBatch", "load_prompts", "token_batch"),
+    "reproduction": ("reproduce",),
+    "scores": (
+        "ScoreTerms",
+        "decompose_scores",
+        "shift_by_coordinate",
+        "shift_share",
+        "source_agnostic_shift",
+    ),
+    "sites": ("Site",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("ablations", "experiments", "metrics", "published")
+
+__all__ = sorted([*_HOME_OF, "ablations", "experiments"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"sinkscope.{name}")
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"sinkscope.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,671 @@
+"""Ablations: what the paper's interventions do, as parts that compose.
+
+An ablation is a frozen description. It becomes hooks for one model and one batch, and acts
+through them alone: weights stay as they are. `a + b` does a and then b at every place.
+
+    with ss.ablations.ZeroQueryBias(layers=[3]).applied(model):
+        logits = model(ids)
+
+Positions count from each row's first unmasked one.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope._types import Layers, Mask, Rows
+from sinkscope.epe import EPE, extract_epe
+from sinkscope.errors import EditError, InvalidInputError, NotApplicableError
+from sinkscope.massive import Rule, TopK, find_massive_coordinates
+from sinkscope.metrics import position_ids
+from sinkscope.model import HookFn, ModelView, model_view
+from sinkscope.prompts import TokenBatch
+from sinkscope.sites import Site
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One hook of an ablation.
+
+    Attributes:
+        site: where it acts.
+        fn: `fn(tensor, hook)`, gives a new tensor; None if it only looks.
+        only_looks: it reads for a later edit and is not expected to change anything.
+    """
+
+    site: Site | str
+    fn: HookFn
+    only_looks: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class RowPositions:
+    """Which column holds which position, in the batch that runs.
+
+    Attributes:
+        mask: `[batch pos]`, true where a token is; None if every column holds one.
+    """
+
+    mask: Mask | None = None
+
+    def columns(self, tensor: Float[Tensor, "batch pos ..."], position: int) -> Rows:
+        """The column of a position in each row.
+
+        Raises:
+            EditError: a row too short to have it, or a batch other than the given one.
+        """
+        ids = position_ids(self.tokens(tensor))
+        if bool((ids.amax(1) < position).any()):
+            raise EditError(
+                f"A prompt has no position {position}, which the ablation needs",
+                expected=f"at least {position + 1} tokens in every prompt",
+                got=int(ids.amax(1).min()) + 1,
+                fix="leave short prompts out",
+            )
+        return (ids == position).long().argmax(1)
+
+    def tokens(self, tensor: Float[Tensor, "batch pos ..."]) -> Mask:
+        """`[batch pos]`, true where a token is."""
+        if self.mask is None:
+            return torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
+        if self.mask.shape != tensor.shape[:2]:
+            raise EditError(
+                "The ablation was made for another batch",
+                expected=f"a tensor of [batch pos ...] = {list(self.mask.shape)}",
+                got=list(tensor.shape[:2]),
+                fix="pass the batch that runs, as in ablation.applied(model, batch)",
+            )
+        return self.mask.to(tensor.device)
+
+    def selection(
+        self, tensor: Float[Tensor, "batch pos ..."], positions: tuple[int, ...]
+    ) -> Bool[Tensor, "batch pos"]:
+        """True at the given positions of each row."""
+        chosen = torch.zeros(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
+        rows = torch.arange(tensor.shape[0], device=tensor.device)
+        for position in positions:
+            chosen[rows, self.columns(tensor, position)] = True
+        return chosen
+
+
+@dataclass
+class Remaining:
+    """How much of a weight the ablations of one composition have left, 1 where untouched.
+
+    Without it `ZeroQueryBias(layers=[0]) + ZeroQueryBias()` would take layer 0's bias off twice.
+
+    Attributes:
+        everywhere: the share left at every position without one of its own.
+        at: the share left at single positions.
+    """
+
+    everywhere: Tensor
+    at: dict[int, Tensor] = field(default_factory=dict)
+
+    def scale(self, where: Any, factor: float, positions: tuple[int, ...] | None) -> Remaining:
+        """Scale what is left at `where`, and say how much that took away."""
+        if positions is None:
+            taken = Remaining(_scaled(self.everywhere, where, factor))
+            taken.at = {p: _scaled(left, where, factor) for p, left in self.at.items()}
+            return taken
+        taken = Remaining(torch.zeros_like(self.everywhere))
+        for position in positions:
+            left = self.at.setdefault(position, self.everywhere.clone())
+            taken.at[position] = _scaled(left, where, factor)
+        return taken
+
+    def per_token(self, tensor: Float[Tensor, "batch pos ..."], rows: RowPositions) -> Tensor:
+        """The amounts for a tensor: one for all tokens, or `[batch pos ...]` where they differ."""
+        if not self.at:
+            return self.everywhere
+        amounts = self.everywhere.expand(*tensor.shape[:2], *self.everywhere.shape).clone()
+        index = torch.arange(tensor.shape[0], device=tensor.device)
+        for position, amount in self.at.items():
+            amounts[index, rows.columns(tensor, position)] = amount
+        return amounts
+
+
+def _scaled(left: Tensor, where: Any, factor: float) -> Tensor:
+    """Scale `left[where]` in place; gives what was taken."""
+    before = left.clone()
+    left[where] *= factor
+    return before - left
+
+
+@dataclass(frozen=True)
+class EditContext:
+    """What the edits of one run share.
+
+    Attributes:
+        rows: which column holds which position.
+        query_bias: per layer, the share of b_Q that is left, `[head]`.
+        key_rows: per layer, the share of W_K that is left, `[key_head d_model]`.
+    """
+
+    rows: RowPositions = field(default_factory=RowPositions)
+    query_bias: dict[int, Remaining] = field(default_factory=dict)
+    key_rows: dict[int, Remaining] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: TokenBatch | None) -> EditContext:
+        """A fresh context for a batch."""
+        masked = batch is not None and not bool(batch.mask.all())
+        return cls(RowPositions(batch.mask if batch is not None and masked else None))
+
+
+class Ablation(ABC):
+    """A change to a model's forward pass, to be composed, restricted and applied.
+
+    Three ways to use one: `with ablation.applied(model):`, `ablation.fwd_hooks(model)` for the
+    model's own `run_with_hooks`, or as the `ablation` argument of any measure.
+    """
+
+    @abstractmethod
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        """The hooks that carry this ablation out, in the order in which they act."""
+
+    def __add__(self, other: Ablation) -> Ablation:
+        if not isinstance(other, Ablation):
+            return NotImplemented
+        return Composition((*_parts_of(self), *_parts_of(other)))
+
+    def fwd_hooks(self, model: Any, batch: TokenBatch | None = None) -> list[tuple[str, HookFn]]:
+        """Pairs of hook name and function for `model.run_with_hooks(ids, fwd_hooks=...)`.
+
+        The names are the hook points' own, not their aliases: in compatibility mode
+        TransformerBridge calls a hook that was added under an alias twice.
+
+        Args:
+            model: a hooked model or its view.
+            batch: the batch that will run; without it, rows are taken as unpadded.
+        """
+        view = model_view(model)
+        edits = self.edits(view, EditContext.of(batch))
+        resolved = [view.resolve(edit.site, edit.fn) for edit in edits]
+        return [(str(point.name), fn) for point, fn in resolved]
+
+    @contextmanager
+    def applied(self, model: Any, batch: TokenBatch | None = None) -> Iterator[None]:
+        """The ablation for the time of a `with` block.
+
+        Args:
+            model: a hooked model or its view.
+            batch: the batch that will run; without it, rows are taken as unpadded.
+        """
+        view = model_view(model)
+        edits = self.edits(view, EditContext.of(batch))
+        with view.hooks([(edit.site, edit.fn) for edit in edits]):
+            yield
+
+    @staticmethod
+    def from_hook(site: Site | str, fn: HookFn, name: str | None = None) -> Ablation:
+        """A hook function of the user's own as an ablation.
+
+        Args:
+            site: a `Site` or a hook name of the model.
+            fn: `fn(tensor, hook)`; what it returns takes the tensor's place.
+            name: for tables; the function's own name if not given.
+        """
+        if not callable(fn):
+            raise InvalidInputError(
+                "A hook is a function", expected="fn(tensor, hook)", got=repr(fn)
+            )
+        return FromHook(site, fn, name or getattr(fn, "__name__", "hook"))
+
+
+@dataclass(frozen=True)
+class Composition(Ablation):
+    """Several ablations one after the other; none at all is the untouched model."""
+
+    parts: tuple[Ablation, ...] = ()
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        return [edit for part in self.parts for edit in part.edits(view, context)]
+
+
+@dataclass(frozen=True)
+class FromHook(Ablation):
+    """A user's hook function, see `Ablation.from_hook`."""
+
+    site: Site | str
+    fn: HookFn
+    name: str
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        return [Edit(self.site, self.fn)]
+
+
+@dataclass(frozen=True)
+class ZeroQueryBias(Ablation):
+    """`b_Q = 0`: the query bias is taken off again where queries are made.
+
+    `q -> q - b_Q`, which in floating point differs from zeroing the weights by rounding alone.
+
+    Attributes:
+        layers: all if None.
+        heads: all if None, the same in every layer.
+        positions: the queries it holds for, all if None.
+
+    Source: the paper, "No Query Bias" (all layers and heads).
+    """
+
+    layers: Layers = None
+    heads: Layers = None
+    positions: Layers = None
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        view.require_query_bias()
+        return [self._edit(view, context, layer) for layer in view.layers(self.layers)]
+
+    def _edit(self, view: ModelView, context: EditContext, layer: int) -> Edit:
+        bias = view.b_Q(layer)
+        left = context.query_bias.setdefault(layer, Remaining(bias.new_ones(view.n_heads)))
+        taken = left.scale(list(view.heads(self.heads)), 0.0, _positions(view, self.positions))
+
+        def subtract(q: Tensor, hook: Any) -> Tensor:
+            return q - taken.per_token(q, context.rows)[..., None] * bias
+
+        return Edit(Site("q", layer), subtract)
+
+
+@dataclass(frozen=True)
+class ReplacePosition(Ablation):
+    """Position `target` gets the position embedding of position `source`.
+
+    `p_target = p_source`, taken from the row itself, so that it sees what earlier ablations
+    did to it.
+
+    Source: the paper, "Remove First PE" (source 1, target 0).
+    """
+
+    source: int = 1
+    target: int = 0
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        view.require_learned_positions()
+        for position in (self.source, self.target):
+            _positions(view, position)
+
+        def replace(pos_embed: Tensor, hook: Any) -> Tensor:
+            index = torch.arange(pos_embed.shape[0], device=pos_embed.device)
+            out = pos_embed.clone()
+            source, target = (context.rows.columns(out, p) for p in (self.source, self.target))
+            out[index, target] = pos_embed[index, source]
+            return out
+
+        return [Edit(Site("pos_embed"), replace)]
+
+
+@dataclass(frozen=True)
+class ZeroPositions(Ablation):
+    """`p_i = 0`.
+
+    Attributes:
+        positions: all if None.
+
+    Source: the paper, "No PE" (all positions).
+    """
+
+    positions: Layers = None
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        view.require_learned_positions()
+        return [_zero(Site("pos_embed"), context.rows, _positions(view, self.positions))]
+
+
+@dataclass(frozen=True)
+class ZeroToken(Ablation):
+    """`e_position = 0`: the token embedding is nulled, the position embedding stays.
+
+    Source: the paper, "Nullify BOS Token" (position 0, whatever token is there).
+    """
+
+    position: int = 0
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        return [_zero(Site("embed"), context.rows, _positions(view, self.position))]
+
+
+@dataclass(frozen=True)
+class SkipMLP(Ablation):
+    """The MLP's output, with its bias, is 0 before it is added to the residual stream.
+
+    Attributes:
+        layers: all if None.
+        positions: all if None.
+
+    Source: the paper, "No MLP" (all layers).
+    """
+
+    layers: Layers = None
+    positions: Layers = None
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        positions = _positions(view, self.positions)
+        return [
+            _zero(Site("mlp_out", layer), context.rows, positions)
+            for layer in view.layers(self.layers)
+        ]
+
+
+@dataclass(frozen=True)
+class _SwapDirections(Ablation):
+    """Position 0's share along a unit vector u_0 changes places with position 1's u_1.
+
+    With m the output of layer 0's MLP before the residual add and `a = m_0 . u_0`:
+    `m_0 += a (u_1 - u_0)`, `m_1 += a (u_0 - u_1)`.
+    """
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        u_0, u_1 = self._directions(extract_epe(view))
+
+        def swap(mlp_out: Tensor, hook: Any) -> Tensor:
+            index = torch.arange(mlp_out.shape[0], device=mlp_out.device)
+            out = mlp_out.clone()
+            zero, one = context.rows.columns(out, 0), context.rows.columns(out, 1)
+            amount = (mlp_out[index, zero] @ u_0)[:, None]
+            out[index, zero] += amount * (u_1 - u_0)
+            out[index, one] += amount * (u_0 - u_1)
+            return out
+
+        return [Edit(Site("mlp_out", 0), swap)]
+
+    @abstractmethod
+    def _directions(self, epe: EPE) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class SwapEPE(_SwapDirections):
+    """Swap along the effective positional encodings: `u_i = EPE_i / |EPE_i|`.
+
+    With m the output of layer 0's MLP before the residual add and `a = m_0 . u_0`:
+    `m_0 += a (u_1 - u_0)`, `m_1 += a (u_0 - u_1)`. Needs prompts of at least two tokens.
+
+    Source: the paper, "Swap EPE".
+    """
+
+    def _directions(self, epe: EPE) -> tuple[Tensor, Tensor]:
+        return _unit(epe.vectors[0], "EPE_0"), _unit(epe.vectors[1], "EPE_1")
+
+
+@dataclass(frozen=True)
+class SwapPE(_SwapDirections):
+    """Swap along the raw position vectors: `u_i = p_i / |p_i|`, otherwise as `SwapEPE`.
+
+    Source: the paper, "Swap PE".
+    """
+
+    def _directions(self, epe: EPE) -> tuple[Tensor, Tensor]:
+        return _unit(epe.positions[0], "p_0"), _unit(epe.positions[1], "p_1")
+
+
+@dataclass(frozen=True)
+class ZeroKeyColumns(Ablation):
+    """Rows of W_K (in `[d_model, d_head]` form) are 0: keys no longer see these coordinates.
+
+    `k_j -> k_j - sum_{d in coordinates} n_j[d] W_K[d]`, n what enters W_K.
+
+    Attributes:
+        coordinates: coordinates of d_model, or a rule that finds them in EPE_0.
+        layers: all if None.
+        heads: all if None, the same in every layer.
+        positions: the keys it holds for, all if None.
+
+    Source: the paper, "Zero Top-3 Wk" (`TopK(3)` of EPE_0, all layers and heads).
+    """
+
+    coordinates: Sequence[int] | Rule
+    layers: Layers = None
+    heads: Layers = None
+    positions: Layers = None
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        coordinates = self._coordinates(view)
+        per_layer = dict.fromkeys(view.layers(self.layers), coordinates)
+        return _key_column_edits(view, context, per_layer, self.heads, self.positions)
+
+    def _coordinates(self, view: ModelView) -> tuple[int, ...]:
+        if isinstance(self.coordinates, Rule):
+            return find_massive_coordinates(
+                extract_epe(view).vectors[0], self.coordinates
+            ).coordinates
+        chosen = tuple(int(c) for c in self.coordinates)
+        if any(not 0 <= c < view.d_model for c in chosen) or not chosen:
+            raise InvalidInputError(
+                "Coordinates are numbers of d_model",
+                expected=f"from 0 to {view.d_model - 1}, and at least one",
+                got=list(chosen)[:10],
+            )
+        return chosen
+
+
+@dataclass(frozen=True)
+class ZeroRandomKeyColumns(Ablation):
+    """Random rows of W_K are 0, as a control of `ZeroKeyColumns`.
+
+    One stream `random.Random(seed)` gives n draws `randint(0, d_model - 1)` for each layer in
+    order, with replacement, so that a layer may lose fewer than n. Every prompt gets the same.
+
+    Attributes:
+        n: draws per layer.
+        seed: of the stream; the layers' draws do not depend on `layers`.
+        layers: all if None.
+        heads: all if None, the same in every layer.
+        positions: the keys it holds for, all if None.
+
+    Source: the paper, "Zero Random Wk" (n 3, seed 42).
+    """
+
+    n: int = 3
+    seed: int = 42
+    layers: Layers = None
+    heads: Layers = None
+    positions: Layers = None
+
+    def draws(self, view: ModelView) -> tuple[tuple[int, ...], ...]:
+        """The coordinates of each layer, repeats and all."""
+        if self.n < 1:
+            raise InvalidInputError("At least one column is drawn", expected="n >= 1", got=self.n)
+        rng = random.Random(self.seed)
+        return tuple(
+            tuple(rng.randint(0, view.d_model - 1) for _ in range(self.n))
+            for _ in range(view.n_layers)
+        )
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        draws = self.draws(view)
+        per_layer = {layer: draws[layer] for layer in view.layers(self.layers)}
+        return _key_column_edits(view, context, per_layer, self.heads, self.positions)
+
+
+@dataclass(frozen=True)
+class LiftCausalMask(Ablation):
+    """Every query attends to every token of its row: `pattern = softmax(scale q.k)`.
+
+    No condition of the paper's Table 1; its "block" form of EPE fidelity runs the first block
+    this way, because it calls the block without a mask.
+
+    Attributes:
+        layers: all if None.
+    """
+
+    layers: Layers = None
+
+    def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        edits: list[Edit] = []
+        for layer in view.layers(self.layers):
+            edits += _full_attention(view, context.rows, layer)
+        return edits
+
+
+PAPER_CONDITIONS: Mapping[str, Ablation] = MappingProxyType(
+    {
+        "Baseline": Composition(),
+        "No Query Bias": ZeroQueryBias(),
+        "Remove First PE": ReplacePosition(source=1, target=0),
+        "Swap EPE": SwapEPE(),
+        "Swap PE": SwapPE(),
+        "Nullify BOS Token": ZeroToken(position=0),
+        "No MLP": SkipMLP(),
+        "No PE": ZeroPositions(),
+        "Zero Top-3 Wk": ZeroKeyColumns(TopK(3)),
+        "Zero Random Wk": ZeroRandomKeyColumns(n=3, seed=42),
+    }
+)
+"""The ten conditions of the paper's Table 1, in its order."""
+
+
+def condition(name: str) -> Ablation:
+    """One of the paper's conditions by its name.
+
+    Raises:
+        InvalidInputError: no such condition.
+    """
+    if name not in PAPER_CONDITIONS:
+        raise InvalidInputError(
+            "Unknown condition", expected=", ".join(PAPER_CONDITIONS), got=repr(name)
+        )
+    return PAPER_CONDITIONS[name]
+
+
+# --- shared mechanics ---------------------------------------------------------------------
+
+
+def _parts_of(ablation: Ablation) -> tuple[Ablation, ...]:
+    return ablation.parts if isinstance(ablation, Composition) else (ablation,)
+
+
+def _positions(view: ModelView, positions: Layers) -> tuple[int, ...] | None:
+    """The chosen positions, checked against the context; None stands for all."""
+    if positions is None:
+        return None
+    chosen = (positions,) if isinstance(positions, int) else tuple(int(p) for p in positions)
+    if not chosen or any(not 0 <= p < view.n_ctx for p in chosen):
+        raise InvalidInputError(
+            "Positions count from each prompt's first token",
+            expected=f"from 0 to {view.n_ctx - 1}, and at least one",
+            got=repr(positions),
+        )
+    return chosen
+
+
+def _zero(site: Site, rows: RowPositions, positions: tuple[int, ...] | None) -> Edit:
+    def zero(tensor: Tensor, hook: Any) -> Tensor:
+        if positions is None:
+            return torch.zeros_like(tensor)
+        return tensor.masked_fill(rows.selection(tensor, positions)[..., None], 0)
+
+    return Edit(site, zero)
+
+
+def _key_column_edits(
+    view: ModelView,
+    context: EditContext,
+    per_layer: Mapping[int, tuple[int, ...]],
+    heads: Layers,
+    positions: Layers,
+) -> list[Edit]:
+    at = _positions(view, positions)
+    edits: list[Edit] = []
+    for layer, coordinates in per_layer.items():
+        edits += _key_column_pair(view, context, layer, sorted(set(coordinates)), heads, at)
+    return edits
+
+
+def _key_column_pair(
+    view: ModelView,
+    context: EditContext,
+    layer: int,
+    coordinates: list[int],
+    heads: Layers,
+    positions: tuple[int, ...] | None,
+) -> tuple[Edit, Edit]:
+    """Look at what enters W_K, then take these coordinates' share off the keys."""
+    W_K = view.block(layer).attn.W_K.detach()
+    if heads is not None and W_K.shape[0] != view.n_heads:
+        raise NotApplicableError(
+            "Key columns can't be removed for single heads: this model's heads share keys",
+            expected=f"{view.n_heads} key heads",
+            got=W_K.shape[0],
+            fix="leave heads out",
+        )
+    chosen = range(W_K.shape[0]) if heads is None else view.heads(heads)
+    where = (torch.tensor(list(chosen))[:, None], torch.tensor(coordinates)[None, :])
+    left = context.key_rows.setdefault(layer, Remaining(W_K.new_ones(W_K.shape[:2])))
+    taken = left.scale(where, 0.0, positions)
+    taken = Remaining(
+        taken.everywhere[:, coordinates], {p: t[:, coordinates] for p, t in taken.at.items()}
+    )
+    columns = W_K[:, coordinates]
+    seen: dict[str, Tensor] = {}
+
+    def look(attn_in: Tensor, hook: Any) -> None:
+        seen["coordinates"] = attn_in[..., coordinates]
+
+    def subtract(k: Tensor, hook: Any) -> Tensor:
+        removed = taken.per_token(k, context.rows) * seen.pop("coordinates")[..., None, :]
+        return k - torch.einsum("bphc,hce->bphe", removed, columns)
+
+    return Edit(Site("attn_in", layer), look, only_looks=True), Edit(Site("k", layer), subtract)
+
+
+def _full_attention(view: ModelView, rows: RowPositions, layer: int) -> list[Edit]:
+    seen: dict[str, Tensor] = {}
+    scale = view.attention_scale(layer)
+    groups = view.n_heads // view.n_key_value_heads
+
+    def look_at(name: str) -> HookFn:
+        def look(tensor: Tensor, hook: Any) -> None:
+            seen[name] = tensor
+
+        return look
+
+    def replace(attn_scores: Tensor, hook: Any) -> Tensor:
+        keys = seen.pop("k").repeat_interleave(groups, dim=2)
+        scores = scale * torch.einsum("bqhe,bkhe->bhqk", seen.pop("q"), keys)
+        hidden = ~rows.tokens(keys)[:, None, None, :]
+        return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+
+    return [
+        Edit(Site("q", layer), look_at("q"), only_looks=True),
+        Edit(Site("k", layer), look_at("k"), only_looks=True),
+        Edit(Site("attn_scores", layer), replace),
+    ]
+
+
+def _unit(vector: Float[Tensor, " d_model"], what: str) -> Float[Tensor, " d_model"]:
+    norm = vector.norm()
+    if not bool(norm > 0):
+        raise EditError(f"{what} is zero and has no direction to swap along", got=float(norm))
+    return vector / norm
+
+
+__all__ = [
+    "Ablation",
+    "Composition",
+    "Edit",
+    "FromHook",
+    "LiftCausalMask",
+    "PAPER_CONDITIONS",
+    "ReplacePosition",
+    "RowPositions",
+    "SkipMLP",
+    "SwapEPE",
+    "SwapPE",
+    "ZeroKeyColumns",
+    "ZeroPositions",
+    "ZeroQueryBias",
+    "ZeroRandomKeyColumns",
+    "ZeroToken",
+    "condition",
+]

@@ -1,0 +1,133 @@
+"""Loading models through TransformerLens, unprocessed: the only module that imports it."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sinkscope.errors import InvalidInputError, LoadError
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def load_model(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = torch.float32,
+) -> Any:
+    """A model as a `TransformerBridge` with raw weights, ready for every function of sinkscope.
+
+    Args:
+        model: "demo" (shipped with sinkscope), a name on the Hugging Face hub ("gpt2"), a
+            local directory in transformers' format, or a transformers model object. An
+            object is wrapped in place, as TransformerLens does: it still computes the same,
+            and its modules are now hooked.
+        tokenizer: for a model object, which may also do without one and take ids.
+        device: CPU if None; a model object stays where it is.
+        dtype: of names and directories, float32 if not given; an object keeps its own.
+
+    Raises:
+        LoadError: nothing there, files that are not readable, or an architecture that
+            TransformerLens does not know.
+        InvalidInputError: an unknown dtype, or an object that is no transformers model.
+    """
+    dtype = _dtype(dtype)
+    if isinstance(model, (str, os.PathLike)):
+        if str(model) == "demo":
+            with resources.as_file(resources.files("sinkscope") / "demo") as path:
+                return _from_directory(path, tokenizer, device, dtype, "sinkscope-demo")
+        if Path(model).is_dir():
+            return _from_directory(Path(model), tokenizer, device, dtype, Path(model).name)
+        if isinstance(model, os.PathLike) or str(model).startswith((".", "/", "~")):
+            raise LoadError(
+                f"There is no directory {str(model)!r}",
+                expected="a directory with config.json and model.safetensors",
+                got="nothing there",
+            )
+        return _from_hub(str(model), tokenizer, device, dtype)
+    if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
+        raise InvalidInputError(
+            "This can't be loaded as a model",
+            expected="'demo', a name on the hub, a directory, or a transformers model object",
+            got=type(model).__name__,
+            fix="a model that is hooked already needs no loading: pass it as it is",
+        )
+    return _wrap(model, tokenizer, str(getattr(model.config, "name_or_path", "")) or "model")
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidInputError("Unknown dtype", expected=", ".join(DTYPES), got=repr(dtype))
+    return dtype
+
+
+def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype, name: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        hf_model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+        ).to(device or "cpu")
+        if tokenizer is None and (path / "tokenizer.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # readers of damaged files raise anything
+        raise LoadError(
+            f"The model in {str(path)!r} can't be loaded",
+            expected="config.json and model.safetensors as transformers saves them",
+            got=f"{type(error).__name__}: {str(error)[:300]}",
+        ) from error
+    return _wrap(hf_model, tokenizer, name)
+
+
+def _from_hub(name: str, tokenizer: Any, device: Any, dtype: torch.dtype) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    try:
+        return TransformerBridge.boot_transformers(
+            name, tokenizer=tokenizer, device=str(device or "cpu"), dtype=dtype
+        )
+    except Exception as error:  # network, repository and architecture errors, of many kinds
+        raise LoadError(
+            f"The model {name!r} can't be loaded from the Hugging Face hub",
+            expected="a name that TransformerLens knows, and access to the hub or its cache",
+            got=f"{type(error).__name__}: {str(error)[:300]}",
+            fix="check the name and the network, or pass a local directory",
+        ) from error
+
+
+def _wrap(hf_model: Any, tokenizer: Any, name: str) -> Any:
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    architectures = getattr(hf_model.config, "architectures", None) or [type(hf_model).__name__]
+    try:
+        bridge = build_bridge_from_module(
+            hf_model,
+            architectures[0],
+            hf_config=hf_model.config,
+            tokenizer=tokenizer,
+            model_name=name,
+        )
+    except Exception as error:  # adapters fail in their own ways on models they don't fit
+        raise LoadError(
+            f"TransformerLens can't hook a {architectures[0]}",
+            got=f"{type(error).__name__}: {str(error)[:300]}",
+        ) from error
+    bridge.eval()
+    return bridge

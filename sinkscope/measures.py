@@ -1,0 +1,243 @@
+"""The measures a notebook calls: patterns, sink metrics and norms of a model on a batch.
+
+Each takes a model or view, a `TokenBatch`, an optional ablation, and layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope import metrics
+from sinkscope._types import LayerPatterns, Layers, PerHead, PerHeadInt, PerKey
+from sinkscope.ablations import Ablation
+from sinkscope.capture import stream
+from sinkscope.metrics import NAN
+from sinkscope.model import ModelView, model_view
+from sinkscope.prompts import TokenBatch
+from sinkscope.sites import Site
+
+Reduce = Callable[[Tensor, TokenBatch], Tensor]
+
+
+class LayerReader:
+    """Reads one kind of site in chosen layers and keeps what `reduce` makes of it."""
+
+    def __init__(self, kind: str, layers: Sequence[int], reduce: Reduce) -> None:
+        self._kind = kind
+        self._reduce = reduce
+        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def sites(self, view: ModelView) -> Sequence[Site]:
+        return [Site(self._kind, layer) for layer in self._seen]
+
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        if site.layer is not None:
+            self._seen[site.layer].append(self._reduce(tensor, chunk))
+
+    def result(self) -> Tensor:
+        """`[batch layer ...]`, layers in the order they were chosen."""
+        return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
+
+
+def reduce_sink_score(pattern: Tensor, chunk: TokenBatch) -> Tensor:
+    """`[batch head]` of a pattern, see `metrics.sink_score`."""
+    return metrics.sink_score(pattern, chunk.mask.to(pattern.device))
+
+
+def patterns(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None = None,
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> LayerPatterns:
+    """The attention probabilities, rows of padding included as the model computes them.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        ablation: the untouched model if None.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer head query key]`.
+    """
+    return _per_layer(model, batch, ablation, layers, None, batch_size, "pattern", _clone)
+
+
+def sink_score(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None = None,
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> PerHead:
+    """The paper's sink score: attention to the first position from each prompt's second half.
+
+    `mean over i >= T//2 of pattern[i, first]`, T the prompt's length. The mean over layers and
+    heads is the number of Table 1.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        ablation: the untouched model if None.
+        layers: `view.mid_layers` if None: without the first quarter and the last one.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer head]`, shares of attention.
+
+    Raises:
+        InvalidInputError: a prompt of fewer than two tokens.
+    """
+    default = model_view(model).mid_layers
+    return _per_layer(
+        model, batch, ablation, layers, default, batch_size, "pattern", reduce_sink_score
+    )
+
+
+def sink_rate(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None = None,
+    layers: Layers = None,
+    *,
+    eps: float = 0.3,
+    batch_size: int | None = None,
+) -> PerHead:
+    """1 where a head attends to the first position by more than `eps` on average, else 0.
+
+    `alpha = mean over all queries i of pattern[i, first]`; the mean of the result over
+    prompts, layers and heads is the sink rate of Gu et al. 2025 (eps 0.3).
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        ablation: the untouched model if None.
+        layers: all if None.
+        eps: the threshold.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer head]`, 0 or 1.
+    """
+
+    def reduce(pattern: Tensor, chunk: TokenBatch) -> Tensor:
+        mask = chunk.mask.to(pattern.device)
+        return metrics.sink_rate(metrics.received_attention(pattern, mask), mask, eps)
+
+    return _per_layer(model, batch, ablation, layers, None, batch_size, "pattern", reduce)
+
+
+def sink_position(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None = None,
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> PerHeadInt:
+    """The position that receives most attention from the queries that can see it.
+
+    `argmax_k mean over i >= k of pattern[i, k]`, counted from each prompt's first token: a
+    sink that an ablation moved is seen as moved, not as gone.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        ablation: the untouched model if None.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer head]`, positions.
+    """
+
+    def reduce(pattern: Tensor, chunk: TokenBatch) -> Tensor:
+        mask = chunk.mask.to(pattern.device)
+        return metrics.sink_position(metrics.received_attention(pattern, mask), mask)
+
+    return _per_layer(model, batch, ablation, layers, None, batch_size, "pattern", reduce)
+
+
+def value_norms(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None = None,
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> PerKey:
+    """`|v_j|` per head, with the value bias: a sink's is small (value drain).
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        ablation: the untouched model if None.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer head pos]`, NaN at padding; head counts key heads where they are shared.
+    """
+
+    def reduce(v: Tensor, chunk: TokenBatch) -> Tensor:
+        norms = v.norm(dim=-1).transpose(1, 2)
+        return norms.masked_fill(~chunk.mask[:, None, :].to(norms.device), NAN)
+
+    return _per_layer(model, batch, ablation, layers, None, batch_size, "v", reduce)
+
+
+def residual_norms(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None = None,
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> Tensor:
+    """`|x_j|` of the residual stream entering each layer: a sink's is large (residual peak).
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        ablation: the untouched model if None.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer pos]`, NaN at padding.
+    """
+
+    def reduce(x: Tensor, chunk: TokenBatch) -> Tensor:
+        norms = x.norm(dim=-1)
+        return norms.masked_fill(~chunk.mask.to(norms.device), NAN)
+
+    return _per_layer(model, batch, ablation, layers, None, batch_size, "resid_pre", reduce)
+
+
+def _clone(tensor: Tensor, chunk: TokenBatch) -> Tensor:
+    return tensor.clone()
+
+
+def _per_layer(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None,
+    layers: Layers,
+    default: Sequence[int] | None,
+    batch_size: int | None,
+    kind: str,
+    reduce: Reduce,
+) -> Tensor:
+    view = model_view(model)
+    reader = LayerReader(kind, view.layers(layers, default), reduce)
+    stream(view, batch, [reader], ablation, batch_size=batch_size)
+    return reader.result()

@@ -1,0 +1,491 @@
+"""One view on every hooked model: sizes, parts, weights, and how to run it.
+
+The view asks the model what it has (a query bias, a table of positions), never which class it
+is. Everything after this module sees models through `ModelView` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sinkscope._types import Layers, Residual
+from sinkscope.errors import InvalidInputError, NotApplicableError, ProcessedWeightsError
+from sinkscope.sites import Site, SiteMap, site_map
+
+if TYPE_CHECKING:
+    from sinkscope.prompts import TokenBatch
+
+HookFn = Callable[..., Tensor | None]
+"""A TransformerLens hook function: `fn(tensor, hook)` gives a new tensor, or None to leave it."""
+
+_HOW_TO_LOAD_RAW = (
+    "load without weight processing: sinkscope.load_model(name), "
+    "TransformerBridge.boot_transformers(name) without enable_compatibility_mode() (or with "
+    "no_processing=True), or HookedTransformer.from_pretrained_no_processing(name)"
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which parts of the paper's circuit a model has at all.
+
+    Attributes:
+        query_bias: W_Q has a bias b_Q.
+        key_bias: W_K has a bias b_K.
+        learned_positions: a learned table of absolute positions is added to the embedding.
+        positions: how positions enter, in TransformerLens' words ("standard", "rotary", ...).
+        first_mlp: layer 0 has an MLP that adds to the residual stream.
+        normalization: "LN", "RMS", "LNPre", "RMSPre" or "none".
+        processed: what was done to the weights ("folded", "centred"), empty if nothing.
+    """
+
+    query_bias: bool
+    key_bias: bool
+    learned_positions: bool
+    positions: str
+    first_mlp: bool
+    normalization: str
+    processed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ModelView:
+    """A hooked model, seen through the few questions that sinkscope asks.
+
+    Made by `model_view`; every function of sinkscope accepts a model or its view.
+
+    Attributes:
+        model: the hooked model itself; the view holds no copy of its weights.
+        sites: how this model spells its hook names.
+        parts: which parts it has.
+    """
+
+    model: Any
+    sites: SiteMap
+    parts: Parts
+    n_layers: int
+    n_heads: int
+    n_key_value_heads: int
+    d_model: int
+    d_head: int
+    d_vocab: int
+    n_ctx: int
+    name: str
+    tokenizer: Any = field(default=None, repr=False)
+
+    # --- where and in what precision -------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the token embedding, taken for the model's."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token embedding lies, and so where ids must go."""
+        return self.embedding.device
+
+    @property
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """The token embedding W_E."""
+        return _weight(self.model.embed, "W_E")
+
+    # --- weights ---------------------------------------------------------------------------
+
+    def block(self, layer: int) -> Any:
+        """The block of a layer, 0-based."""
+        return self.model.blocks[layer]
+
+    def W_Q(self, layer: int) -> Float[Tensor, "head d_model d_head"]:
+        """The query weights of a layer, without the score's scale."""
+        return self.block(layer).attn.W_Q.detach()
+
+    def W_K(self, layer: int) -> Float[Tensor, "head d_model d_head"]:
+        """The key weights of a layer; heads that share keys get the same matrix each."""
+        return self._per_query_head(self.block(layer).attn.W_K.detach())
+
+    def b_Q(self, layer: int) -> Float[Tensor, "head d_head"]:
+        """The query bias as it stands in the weights.
+
+        Raises:
+            NotApplicableError: the model has no query bias.
+        """
+        self.require_query_bias()
+        return self.block(layer).attn.b_Q.detach()
+
+    def b_K(self, layer: int) -> Float[Tensor, "head d_head"] | None:
+        """The key bias, or None where the model has none (its terms are then not there)."""
+        if not self.parts.key_bias:
+            return None
+        return self._per_query_head(self.block(layer).attn.b_K.detach())
+
+    def _per_query_head(self, weight: Float[Tensor, "kv_head ..."]) -> Float[Tensor, "head ..."]:
+        return weight.repeat_interleave(self.n_heads // weight.shape[0], dim=0)
+
+    @property
+    def W_pos(self) -> Float[Tensor, "n_ctx d_model"]:
+        """The learned position vectors p_i, row i for position i.
+
+        Raises:
+            NotApplicableError: positions do not enter through a learned table.
+        """
+        self.require_learned_positions()
+        table = _weight(self.model.pos_embed, "W_pos").detach()
+        return table[table.shape[0] - self.n_ctx :]
+
+    def ln1_bias(self, layer: int) -> Float[Tensor, " d_model"] | None:
+        """The bias beta of the first normalisation, or None where it has none."""
+        ln1 = self.block(layer).ln1
+        bias = getattr(ln1, "bias", None) if hasattr(ln1, "weight") else getattr(ln1, "b", None)
+        return bias.detach() if isinstance(bias, Tensor) else None
+
+    def attention_scale(self, layer: int) -> float:
+        """The factor on q.k, from the model's own configuration.
+
+        `1/sqrt(d_head)`, 1 where the model switches scaling off, and divided by `layer + 1`
+        where it scales by the inverse layer index.
+        """
+        hf_config = getattr(getattr(self.model, "original_model", None), "config", None)
+        cfg = self.model.cfg
+        if hf_config is not None:
+            scaled = getattr(hf_config, "scale_attn_weights", True)
+            scale = self.d_head**-0.5 if scaled else 1.0
+            inverse = getattr(hf_config, "scale_attn_by_inverse_layer_idx", False)
+        else:
+            scale = 1.0 / float(cfg.attn_scale) if cfg.use_attn_scale else 1.0
+            inverse = getattr(cfg, "scale_attn_by_inverse_layer_idx", False)
+        return scale / (layer + 1) if inverse else scale
+
+    def first_mlp(self, x: Residual) -> Residual:
+        """`MLP_0(x)`, the first layer's MLP alone: no normalisation before it, no residual.
+
+        The user's hooks inside that MLP are kept from firing: the value is one of the weights.
+
+        Raises:
+            NotApplicableError: layer 0 has no MLP.
+        """
+        if not self.parts.first_mlp:
+            raise NotApplicableError(
+                "The first layer of this model has no MLP",
+                fix="use a measure that does not need the effective positional encoding",
+            )
+        with self.measuring(), _hooks_silenced(self.block(0).mlp):
+            out = self.block(0).mlp(x)
+        return out[0] if isinstance(out, tuple) else out
+
+    def first_ln2(self, x: Residual) -> Residual:
+        """`LN2_0(x)`, the normalisation in front of the first layer's MLP."""
+        ln2 = getattr(self.block(0), "ln2", None)
+        if ln2 is None:
+            raise NotApplicableError("The first layer of this model has no LN2")
+        with self.measuring(), _hooks_silenced(ln2):
+            return ln2(x)
+
+    def weights_hash(self) -> str:
+        """SHA-256 over the model's parameters in the order of their names."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters(), key=lambda item: item[0]):
+            digest.update(name.encode())
+            data = parameter.detach().cpu().contiguous()
+            digest.update(str(data.dtype).encode())
+            digest.update(data.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    # --- what must hold before a measure ---------------------------------------------------
+
+    def require_query_bias(self) -> None:
+        """Raise unless the model has a query bias."""
+        if not self.parts.query_bias:
+            raise NotApplicableError(
+                "Not applicable: this model has no query bias b_Q",
+                expected="a model whose W_Q has a bias that is not all zero",
+                got=self.name,
+                fix="use measures of the pattern, or the effective query bias from ln1",
+            )
+
+    def require_learned_positions(self) -> None:
+        """Raise unless positions enter through a learned table."""
+        if not self.parts.learned_positions:
+            raise NotApplicableError(
+                "Not applicable: this model has no learned position embeddings",
+                expected="a table W_pos added to the token embedding",
+                got=f"{self.name} with positions of type {self.parts.positions!r}",
+                fix="use measures that need no position vectors",
+            )
+
+    def require_raw_weights(self, what: str) -> None:
+        """Raise if the weights were folded or centred, since `what` is not defined on them."""
+        if self.parts.processed:
+            raise ProcessedWeightsError(
+                f"{what} is defined on raw weights, and this model's were "
+                + " and ".join(self.parts.processed),
+                expected="a model without weight processing",
+                got=f"{self.name} ({', '.join(self.parts.processed)})",
+                fix=_HOW_TO_LOAD_RAW,
+            )
+
+    def layers(self, layers: Layers, default: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The chosen layers as a tuple of 0-based numbers, each checked.
+
+        Args:
+            layers: one layer, several, or None for `default` (all layers if that is None too).
+        """
+        return _indices(layers, default, self.n_layers, "layer")
+
+    def heads(self, heads: Layers) -> tuple[int, ...]:
+        """The chosen heads as a tuple of 0-based numbers, each checked."""
+        return _indices(heads, None, self.n_heads, "head")
+
+    @property
+    def mid_layers(self) -> range:
+        """The paper's layers: without the first quarter and the last one (3..10 of 12)."""
+        return range(self.n_layers // 4, self.n_layers - 1)
+
+    # --- running ---------------------------------------------------------------------------
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Eval mode without gradients; every module's own train flag comes back at the end."""
+        roots = [self.model, getattr(self.model, "original_model", None)]
+        modules = {id(m): m for root in roots if root is not None for m in root.modules()}
+        flags = [(module, module.training) for module in modules.values()]
+        try:
+            for module, training in flags:
+                if training:
+                    module.training = False
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
+    def hook_point(self, site: Site | str) -> Any:
+        """The model's hook point at a site or of a hook name.
+
+        Raises:
+            InvalidInputError: a hook name that the model does not have.
+        """
+        if isinstance(site, Site):
+            if site.layer is not None:
+                _indices(site.layer, None, self.n_layers, "layer")
+            name = self.sites.hook_name(site)
+        else:
+            name = site
+        point = _hook_point(self.model, name)
+        if point is None:
+            raise InvalidInputError(
+                f"This model has no hook named {name!r}",
+                expected="a key of model.hook_dict",
+                got=repr(name),
+                fix="look at model.hook_dict, or use sinkscope.Site",
+            )
+        return point
+
+    def resolve(self, site: Site | str, fn: HookFn) -> tuple[Any, HookFn]:
+        """The hook point of a site, and the function to hang there.
+
+        Where the model has no hook after LN1's gain and bias, they are put on the tensor that
+        a function at `attn_in` sees, and the function can't edit it.
+        """
+        point = self.hook_point(site)
+        is_attn_in = isinstance(site, Site) and site.kind == "attn_in"
+        if not (is_attn_in and self.sites.attn_in_before_gain):
+            return point, fn
+        ln1 = self.block(site.layer).ln1
+        gain, bias = getattr(ln1, "w", None), getattr(ln1, "b", None)
+
+        def with_gain(tensor: Tensor, hook: Any) -> None:
+            tensor = tensor if gain is None else tensor * gain
+            if fn(tensor if bias is None else tensor + bias, hook=hook) is not None:
+                raise NotApplicableError(
+                    f"This model has no hook that could edit {site}",
+                    expected="a function that only reads",
+                    got="a function that returned a tensor",
+                    fix="edit q, k or v, or load the model as a TransformerBridge",
+                )
+
+        return point, with_gain
+
+    @contextmanager
+    def hooks(self, fwd_hooks: Sequence[tuple[Site | str, HookFn]]) -> Iterator[None]:
+        """Hooks for the time of a `with` block; only these are removed at its end.
+
+        They fire after hooks that the user attached before, and in the order given.
+        """
+        added: list[tuple[Any, Any]] = []
+        try:
+            for site, fn in fwd_hooks:
+                point, resolved = self.resolve(site, fn)
+                known = {id(handle) for handle in point.fwd_hooks}
+                point.add_hook(resolved)
+                added += [(point, h) for h in point.fwd_hooks if id(h) not in known]
+            yield
+        finally:
+            for point, handle in reversed(added):
+                handle.hook.remove()
+                point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
+
+    def forward(self, batch: TokenBatch, stop_at_layer: int | None = None) -> Any:
+        """Run the model on a batch; logits, or the residual entering `stop_at_layer`.
+
+        The mask goes along only where something is masked, so that an unpadded batch runs as
+        the user's own call would.
+        """
+        kwargs: dict[str, Any] = {}
+        if stop_at_layer is not None and stop_at_layer < self.n_layers:
+            kwargs = {"stop_at_layer": stop_at_layer, "return_type": None}
+        if not bool(batch.mask.all()):
+            kwargs["attention_mask"] = batch.mask.to(self.device).long()
+        return self.model(batch.ids.to(self.device), **kwargs)
+
+
+def model_view(model: Any) -> ModelView:
+    """The view on a hooked model; a view is given back as it is.
+
+    Args:
+        model: a `TransformerBridge`, a `HookedTransformer`, or a `ModelView`.
+
+    Raises:
+        InvalidInputError: the object is not a hooked model in TransformerLens' shape.
+    """
+    if isinstance(model, ModelView):
+        return model
+    cfg = getattr(model, "cfg", None)
+    missing = [n for n in ("blocks", "hook_dict", "embed") if not hasattr(model, n)]
+    if cfg is None or missing:
+        raise InvalidInputError(
+            "This is not a hooked model that sinkscope can read",
+            expected="a TransformerBridge or HookedTransformer (cfg, blocks, embed, hook_dict)",
+            got=type(model).__name__,
+            fix="wrap a transformers model or a name with sinkscope.load_model(...)",
+        )
+    n_heads = int(cfg.n_heads)
+    return ModelView(
+        model=model,
+        sites=site_map(lambda name: _hook_point(model, name) is not None),
+        parts=_parts(model),
+        n_layers=len(model.blocks),
+        n_heads=n_heads,
+        n_key_value_heads=int(getattr(cfg, "n_key_value_heads", None) or n_heads),
+        d_model=int(cfg.d_model),
+        d_head=int(cfg.d_head),
+        d_vocab=int(_weight(model.embed, "W_E").shape[0]),
+        n_ctx=int(cfg.n_ctx),
+        name=str(getattr(cfg, "model_name", None) or type(model).__name__),
+        tokenizer=getattr(model, "tokenizer", None),
+    )
+
+
+# --- how a TransformerLens model is asked -------------------------------------------------
+
+
+def _hook_point(model: Any, name: str) -> Any | None:
+    get = getattr(model, "get_hook_point", None)  # the bridge also knows the legacy names
+    return get(name) if get is not None else model.hook_dict.get(name)
+
+
+def _weight(module: Any, name: str) -> Tensor:
+    value = getattr(module, "weight", None)
+    return value if isinstance(value, Tensor) else getattr(module, name)
+
+
+def _parts(model: Any) -> Parts:
+    cfg = model.cfg
+    positions = str(getattr(cfg, "positional_embedding_type", "none"))
+    normalization = str(getattr(cfg, "normalization_type", None) or "none")
+    return Parts(
+        query_bias=_has_bias(model, "q", "b_Q"),
+        key_bias=_has_bias(model, "k", "b_K"),
+        learned_positions=positions == "standard" and hasattr(model, "pos_embed"),
+        positions=positions,
+        first_mlp=hasattr(model.blocks[0], "mlp"),
+        normalization=normalization,
+        processed=_processed(model, normalization),
+    )
+
+
+def _has_bias(model: Any, projection: str, name: str) -> bool:
+    """Whether a projection has a bias at all.
+
+    On the bridge the projection is a module that has one or not. HookedTransformer keeps a
+    tensor of zeros where an architecture has none, so there all zeros means none.
+    """
+    attentions = [block.attn for block in model.blocks if hasattr(block, "attn")]
+    if all(hasattr(attention, projection) for attention in attentions):
+        biases = [getattr(getattr(a, projection), "bias", None) for a in attentions]
+        return all(isinstance(bias, Tensor) for bias in biases)
+    return any(bool(getattr(a, name).detach().any()) for a in attentions if hasattr(a, name))
+
+
+def _processed(model: Any, normalization: str) -> tuple[str, ...]:
+    """What was done to the weights, from the model's own flags and from the weights themselves."""
+    folded = normalization.endswith("Pre") or bool(getattr(model, "_weights_processed", False))
+    done = ["folded"] if folded or _identity_norms_and_centred_keys(model) else []
+    tables = [_weight(model.embed, "W_E")]
+    if hasattr(model, "pos_embed") and str(model.cfg.positional_embedding_type) == "standard":
+        tables.append(_weight(model.pos_embed, "W_pos"))
+    if all(_is_centred(table) for table in tables):
+        done.append("centred")
+    return tuple(done)
+
+
+def _is_centred(table: Float[Tensor, "... d_model"]) -> bool:
+    """Whether every row has mean zero over d_model, which only centring brings about."""
+    table = table.detach().float()
+    mean, scale = table.mean(-1).abs().max(), table.abs().amax()
+    return bool(scale > 0) and bool(mean <= 1e-6 * scale)
+
+
+def _identity_norms_and_centred_keys(model: Any) -> bool:
+    """Folding leaves norms with gain 1 and bias 0, and reading weights centred over d_model."""
+    for block in model.blocks:
+        ln1, attention = getattr(block, "ln1", None), getattr(block, "attn", None)
+        gain = getattr(ln1, "weight", None) if ln1 is not None else None
+        if attention is None or not isinstance(gain, Tensor):
+            return False
+        if not bool((gain.detach() == 1).all()):
+            return False
+        if not _is_centred(attention.W_K.detach().transpose(-1, -2)):
+            return False
+    return True
+
+
+def _indices(
+    chosen: Layers, default: Iterable[int] | None, size: int, what: str
+) -> tuple[int, ...]:
+    if chosen is None:
+        return tuple(range(size)) if default is None else tuple(default)
+    try:
+        indices = (chosen,) if isinstance(chosen, int) else tuple(int(i) for i in chosen)
+    except (TypeError, ValueError):
+        indices = ()
+    if not indices or any(not 0 <= i < size for i in indices) or len(set(indices)) != len(indices):
+        raise InvalidInputError(
+            f"Unknown {what} in {chosen!r}",
+            expected=f"{what}s from 0 to {size - 1}, each at most once, and at least one",
+            got=repr(chosen),
+            fix=f"count {what}s from 0; None stands for the default",
+        )
+    return indices
+
+
+@contextmanager
+def _hooks_silenced(module: nn.Module) -> Iterator[None]:
+    """Keep hook functions inside a module from firing, and put every one back."""
+    points = [m for m in module.modules() if hasattr(m, "fwd_hooks") and hasattr(m, "add_hook")]
+    saved = [(point, dict(point._forward_hooks)) for point in points]
+    try:
+        for point, _ in saved:
+            point._forward_hooks.clear()
+        yield
+    finally:
+        for point, hooks in saved:
+            point._forward_hooks.update(hooks)

@@ -1,0 +1,377 @@
+"""Attention scores, split into four exact terms that check themselves against the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope._types import LayerPatterns, Layers, PerKey, Residual
+from sinkscope.capture import stream
+from sinkscope.epe import coordinate_alignment
+from sinkscope.errors import IdentityError, InvalidInputError
+from sinkscope.metrics import NAN, causal_visibility
+from sinkscope.model import ModelView, model_view
+from sinkscope.prompts import TokenBatch
+from sinkscope.sites import Site
+
+TOLERANCE_FACTOR = 64
+"""Identities hold to this many units of the dtype's precision, times `|q||k|` of the largest pair."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTerms:
+    """The four terms of every score, each with the score's scale in it.
+
+    `s_ij = scale (n_i W_Q + b_Q) . (n_j W_K + b_K)`, n the output of LN1. Terms that are
+    constant along an axis are views that take no memory there. Scores where the model lacks
+    a bias have no such term, and it is zero here because the product is.
+
+    Attributes:
+        content: `[batch layer head query key]`, `(n_i W_Q) . (n_j W_K)`.
+        query_bias: the same shape, `b_Q . (n_j W_K)`; depends on the key alone.
+        key_bias: the same shape, `(n_i W_Q) . b_K`; depends on the query alone, so that the
+            softmax does not see it.
+        bias_bias: the same shape, `b_Q . b_K`; constant per head.
+        visible: `[batch query key]`, where the terms are scores at all.
+        layers: the layers of the second axis.
+        bias_kind: "raw", or "effective" where folding has merged LN1's bias into b_Q.
+        max_error: largest |sum of terms - the model's own score| over visible pairs.
+        pattern_error: largest |softmax(sum of terms) - the model's own pattern| there.
+        tolerance: what both errors had to stay under.
+    """
+
+    content: LayerPatterns
+    query_bias: LayerPatterns
+    key_bias: LayerPatterns
+    bias_bias: LayerPatterns
+    visible: Bool[Tensor, "batch query key"]
+    layers: tuple[int, ...]
+    bias_kind: str
+    max_error: float
+    pattern_error: float
+    tolerance: float
+
+    @property
+    def total(self) -> LayerPatterns:
+        """The sum of the four terms: the model's own score before the mask."""
+        return self.content + self.query_bias + self.key_bias + self.bias_bias
+
+
+def decompose_scores(
+    model: Any,
+    batch: TokenBatch,
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> ScoreTerms:
+    """Split the attention scores of a batch into four terms, and check that they add up.
+
+    Both identities are checked in every layer, head and visible pair: the sum of the terms
+    against the model's own score, and `softmax(sum + mask)` against its own pattern. The
+    tolerance is `64 eps max(1, scale |q||k|)`, eps of the model's dtype.
+
+    Works on processed weights as well; there `bias_kind` says "effective".
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+
+    Raises:
+        IdentityError: a check is over its tolerance; names layer, head and size.
+        NotApplicableError: the model has no query bias at all.
+    """
+    view = model_view(model)
+    view.require_query_bias()
+    reader = _TermsReader(view, view.layers(layers))
+    stream(view, batch, [reader], batch_size=batch_size)
+    return reader.result(batch)
+
+
+def source_agnostic_shift(
+    model: Any,
+    batch: TokenBatch,
+    convention: str = "paper",
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> PerKey:
+    """Delta, the share of every score that depends on the key alone: `b_Q . (n_j W_K)`.
+
+    Two conventions. "paper": without the score's scale, and shifted for every prompt, layer
+    and head so that its minimum over positions is 0. "score": with the scale and not shifted,
+    as the term enters the score. Neither holds b_K.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        convention: "paper" or "score".
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer head pos]`, NaN at padding.
+
+    Raises:
+        NotApplicableError: the model has no query bias.
+        ProcessedWeightsError: the weights were folded or centred.
+    """
+    view = model_view(model)
+    reader = ShiftReader(view, convention, view.layers(layers))
+    stream(view, batch, [reader], batch_size=batch_size)
+    return reader.result()
+
+
+def shift_by_coordinate(
+    model: Any, batch: TokenBatch, layers: Layers = None, *, batch_size: int | None = None
+) -> Float[Tensor, "batch layer head pos d_model"]:
+    """Delta, split by coordinate: `gamma_h[d] n_j[d]`, which sums over d to Delta.
+
+    Without scale and shift, so the sum is Delta in the paper's units before its shift. Memory
+    grows with d_model; `shift_share` gives the share of a few coordinates without it.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+    """
+    view = model_view(model)
+    chosen = view.layers(layers)
+    gamma = coordinate_alignment(view, layers=chosen)
+    reader = AttnInReader(chosen)
+    stream(view, batch, [reader], batch_size=batch_size)
+    split = torch.einsum("blpd,lhd->blhpd", reader.result(), gamma)
+    return split.masked_fill(~batch.mask[:, None, None, :, None].to(split.device), NAN)
+
+
+def shift_share(
+    model: Any,
+    batch: TokenBatch,
+    coordinates: Sequence[int],
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> PerKey:
+    """What some coordinates alone give to Delta: `sum_{d in coordinates} gamma_h[d] n_j[d]`.
+
+    In Delta's units without scale and shift; divide by Delta in the same form for a share.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        coordinates: coordinates of d_model, each once.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+    """
+    view = model_view(model)
+    chosen = view.layers(layers)
+    columns = [int(c) for c in coordinates]
+    if (
+        not columns
+        or len(set(columns)) < len(columns)
+        or not set(columns) <= set(range(view.d_model))
+    ):
+        raise InvalidInputError(
+            "Coordinates are numbers of d_model, each once",
+            expected=f"from 0 to {view.d_model - 1}",
+            got=columns[:10],
+        )
+    gamma = coordinate_alignment(view, layers=chosen)[..., columns]
+    reader = AttnInReader(chosen, columns)
+    stream(view, batch, [reader], batch_size=batch_size)
+    share = torch.einsum("blpc,lhc->blhp", reader.result(), gamma)
+    return share.masked_fill(~batch.mask[:, None, None, :].to(share.device), NAN)
+
+
+class AttnInReader:
+    """Collects what enters W_Q and W_K, n, of chosen layers and coordinates."""
+
+    def __init__(self, layers: tuple[int, ...], coordinates: list[int] | None = None) -> None:
+        self._layers = layers
+        self._coordinates = coordinates
+        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def sites(self, view: ModelView) -> Sequence[Site]:
+        return [Site("attn_in", layer) for layer in self._layers]
+
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        kept = tensor if self._coordinates is None else tensor[..., self._coordinates]
+        self._seen[_layer(site)].append(kept.clone())
+
+    def result(self) -> Float[Tensor, "batch layer pos d"]:
+        """`[batch layer pos d]`."""
+        return torch.stack([torch.cat(self._seen[layer]) for layer in self._layers], dim=1)
+
+
+class ShiftReader:
+    """Collects Delta; see `source_agnostic_shift`."""
+
+    def __init__(self, view: ModelView, convention: str, layers: tuple[int, ...]) -> None:
+        if convention not in ("paper", "score"):
+            raise InvalidInputError(
+                "Unknown convention for Delta", expected="'paper' or 'score'", got=repr(convention)
+            )
+        self._gamma = coordinate_alignment(view, layers=layers)
+        self._scales = [view.attention_scale(layer) for layer in layers]
+        self._convention = convention
+        self._layers = layers
+        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def sites(self, view: ModelView) -> Sequence[Site]:
+        return [Site("attn_in", layer) for layer in self._layers]
+
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        index = self._layers.index(_layer(site))
+        delta = torch.einsum("bpd,hd->bhp", tensor, self._gamma[index])
+        masked = ~chunk.mask[:, None, :].to(delta.device)
+        if self._convention == "score":
+            delta = delta * self._scales[index]
+        else:
+            delta = delta - delta.masked_fill(masked, math.inf).amin(-1, keepdim=True)
+        self._seen[_layer(site)].append(delta.masked_fill(masked, NAN))
+
+    def result(self) -> PerKey:
+        """`[batch layer head pos]`."""
+        return torch.stack([torch.cat(self._seen[layer]) for layer in self._layers], dim=1)
+
+
+class _TermsReader:
+    """Builds the terms layer by layer and checks them as the model computes its own."""
+
+    def __init__(self, view: ModelView, layers: tuple[int, ...]) -> None:
+        self._view = view
+        self._layers = layers
+        self._terms: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+            layer: [] for layer in layers
+        }
+        self._total: Tensor | None = None
+        self._tolerance = 0.0
+        self.max_error = 0.0
+        self.pattern_error = 0.0
+        self.tolerance = 0.0
+
+    def sites(self, view: ModelView) -> Sequence[Site]:
+        return [
+            Site(kind, layer)
+            for layer in self._layers
+            for kind in ("attn_in", "attn_scores", "pattern")
+        ]
+
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        layer = _layer(site)
+        if site.kind == "attn_in":
+            terms, size = score_terms(self._view, layer, tensor)
+            self._terms[layer].append(terms)
+            content, query_bias, key_bias, bias_bias = terms
+            self._total = content + query_bias + key_bias + bias_bias
+            self._tolerance = TOLERANCE_FACTOR * _eps(tensor.dtype) * max(1.0, size)
+            self.tolerance = max(self.tolerance, self._tolerance)
+            return
+        if self._total is None:
+            raise IdentityError(
+                f"The model computed {site} before what enters W_Q was seen",
+                fix="check the site map of this model",
+            )
+        visible = causal_visibility(chunk.mask).to(tensor.device)[:, None]
+        if site.kind == "attn_scores":
+            error = (self._total - tensor).abs()
+            what = "the sum of the four terms is not the model's own score"
+            self.max_error = max(
+                self.max_error, _largest(error, visible, self._tolerance, layer, what)
+            )
+        else:
+            own = self._total.masked_fill(~visible, -math.inf).softmax(-1)
+            error = (own - tensor).abs()
+            what = "softmax of the sum of the four terms is not the model's own pattern"
+            self.pattern_error = max(
+                self.pattern_error, _largest(error, visible, self._tolerance, layer, what)
+            )
+            self._total = None
+
+    def result(self, batch: TokenBatch) -> ScoreTerms:
+        """All layers and chunks put together."""
+        n = batch.ids.shape[1]
+        stacked = []
+        for term in range(4):
+            per_layer = [torch.cat([c[term] for c in self._terms[la]]) for la in self._layers]
+            stacked.append(torch.stack(per_layer, dim=1).expand(-1, -1, -1, n, n))
+        content, query_bias, key_bias, bias_bias = stacked
+        return ScoreTerms(
+            content=content,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            bias_bias=bias_bias,
+            visible=causal_visibility(batch.mask),
+            layers=self._layers,
+            bias_kind="effective" if "folded" in self._view.parts.processed else "raw",
+            max_error=self.max_error,
+            pattern_error=self.pattern_error,
+            tolerance=self.tolerance,
+        )
+
+
+def score_terms(
+    view: ModelView, layer: int, attn_in: Residual
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], float]:
+    """The four terms of one layer from what enters W_Q and W_K.
+
+    Args:
+        view: the model.
+        layer: 0-based.
+        attn_in: `[batch pos d_model]`, n.
+
+    Returns:
+        content `[batch head query key]`, query_bias `[batch head 1 key]`, key_bias
+        `[batch head query 1]`, bias_bias `[batch head 1 1]`, and the largest `scale |q||k|`.
+    """
+    scale = view.attention_scale(layer)
+    b_Q, b_K = view.b_Q(layer), view.b_K(layer)
+    q = torch.einsum("bpd,hde->bhpe", attn_in, view.W_Q(layer))
+    k = torch.einsum("bpd,hde->bhpe", attn_in, view.W_K(layer))
+    if b_K is None:
+        b_K = torch.zeros_like(b_Q)
+    content = scale * q @ k.transpose(-1, -2)
+    query_bias = scale * torch.einsum("he,bhke->bhk", b_Q, k)[:, :, None, :]
+    key_bias = scale * torch.einsum("bhqe,he->bhq", q, b_K)[..., None]
+    constant = scale * (b_Q * b_K).sum(-1)
+    bias_bias = constant[None, :, None, None].expand(attn_in.shape[0], -1, -1, -1)
+    size = scale * float(
+        (q.norm(dim=-1).amax() + b_Q.norm(dim=-1).amax())
+        * (k.norm(dim=-1).amax() + b_K.norm(dim=-1).amax())
+    )
+    return (content, query_bias, key_bias, bias_bias), abs(size)
+
+
+def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what: str) -> float:
+    """The largest error over visible pairs, refused where it is over the tolerance or NaN."""
+    per_head = error.masked_fill(~visible, 0).amax((0, 2, 3))
+    worst = float(per_head.max())
+    if not worst <= tolerance:
+        head = int(per_head.nan_to_num(nan=math.inf).argmax())
+        raise IdentityError(
+            f"In layer {layer}, head {head}, {what}",
+            expected=f"a difference of at most {tolerance:.2e}",
+            got=f"{worst:.2e}",
+            fix="look for a hook that edits q, k, scores or pattern, a scale that the "
+            "configuration does not tell, or an attention that TransformerLens computes "
+            "otherwise than the model's authors",
+        )
+    return worst
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def _layer(site: Site) -> int:
+    if site.layer is None:
+        raise InvalidInputError(f"{site} has no layer")
+    return site.layer
