@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ Progress = Callable[[int], None]
 """Called with the number of prompts that a chunk held, when the chunk is done."""
 
 
+@runtime_checkable
 class Reader(Protocol):
     """What a measure gives to `stream`."""
 

@@ -17,7 +17,7 @@ NAN = float("nan")
 
 
 def cosine(a: Float[Tensor, "*batch d"], b: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-    """`a.b / (|a| |b|)` over the last axis; NaN where a vector is zero, since it has no direction."""
+    """`a.b / (|a| |b|)` over the last axis; NaN where a vector is zero."""
     dot = (a * b).sum(-1)
     norms = a.norm(dim=-1) * b.norm(dim=-1)
     return torch.where(norms > 0, dot / norms.clamp_min(torch.finfo(dot.dtype).tiny), NAN)

@@ -236,7 +236,8 @@ class ModelView:
         """The chosen layers as a tuple of 0-based numbers, each checked.
 
         Args:
-            layers: one layer, several, or None for `default` (all layers if that is None too).
+            layers: one layer, several, or None for the default.
+            default: what None stands for; all layers if that is None too.
         """
         return _indices(layers, default, self.n_layers, "layer")
 

@@ -315,7 +315,7 @@ def _read_txt(text: str, source: str) -> list[tuple[str, str]]:
 def _read_csv(text: str, source: str) -> list[tuple[str, str]]:
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        rows = [row for row in reader]
+        rows = list(reader)
     except csv.Error as error:
         raise LoadError(f"{source!r} is not valid CSV", got=str(error)) from error
     return [_row(row, f"row {n}", source) for n, row in enumerate(rows, 2)]

@@ -21,7 +21,7 @@ from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
 
 TOLERANCE_FACTOR = 64
-"""Identities hold to this many units of the dtype's precision, times `|q||k|` of the largest pair."""
+"""Identities hold to this many units of the dtype's precision, times the largest `scale |q||k|`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,15 +243,18 @@ class ShiftReader:
         return torch.stack([torch.cat(self._seen[layer]) for layer in self._layers], dim=1)
 
 
-class _TermsReader:
-    """Builds the terms layer by layer and checks them as the model computes its own."""
+class IdentityReader:
+    """Checks both identities layer by layer as the model computes its own scores.
+
+    Attributes:
+        max_error: largest |sum of terms - the model's own score| so far.
+        pattern_error: largest |softmax(sum of terms) - the model's own pattern| so far.
+        tolerance: the largest tolerance that applied.
+    """
 
     def __init__(self, view: ModelView, layers: tuple[int, ...]) -> None:
         self._view = view
         self._layers = layers
-        self._terms: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {
-            layer: [] for layer in layers
-        }
         self._total: Tensor | None = None
         self._tolerance = 0.0
         self.max_error = 0.0
@@ -269,7 +272,7 @@ class _TermsReader:
         layer = _layer(site)
         if site.kind == "attn_in":
             terms, size = score_terms(self._view, layer, tensor)
-            self._terms[layer].append(terms)
+            self._keep(layer, terms)
             content, query_bias, key_bias, bias_bias = terms
             self._total = content + query_bias + key_bias + bias_bias
             self._tolerance = TOLERANCE_FACTOR * _eps(tensor.dtype) * max(1.0, size)
@@ -284,17 +287,31 @@ class _TermsReader:
         if site.kind == "attn_scores":
             error = (self._total - tensor).abs()
             what = "the sum of the four terms is not the model's own score"
-            self.max_error = max(
-                self.max_error, _largest(error, visible, self._tolerance, layer, what)
-            )
+            worst = _largest(error, visible, self._tolerance, layer, what)
+            self.max_error = max(self.max_error, worst)
         else:
             own = self._total.masked_fill(~visible, -math.inf).softmax(-1)
             error = (own - tensor).abs()
             what = "softmax of the sum of the four terms is not the model's own pattern"
-            self.pattern_error = max(
-                self.pattern_error, _largest(error, visible, self._tolerance, layer, what)
-            )
+            worst = _largest(error, visible, self._tolerance, layer, what)
+            self.pattern_error = max(self.pattern_error, worst)
             self._total = None
+
+    def _keep(self, layer: int, terms: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        """Nothing is kept; a subclass may."""
+
+
+class _TermsReader(IdentityReader):
+    """Checks the identities and keeps the terms."""
+
+    def __init__(self, view: ModelView, layers: tuple[int, ...]) -> None:
+        super().__init__(view, layers)
+        self._terms: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+            layer: [] for layer in layers
+        }
+
+    def _keep(self, layer: int, terms: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+        self._terms[layer].append(terms)
 
     def result(self, batch: TokenBatch) -> ScoreTerms:
         """All layers and chunks put together."""

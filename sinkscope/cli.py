@@ -1,0 +1,288 @@
+"""The `sinkscope` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sinkscope.errors import InvalidInputError, SinkscopeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sinkscope.prompts import TokenBatch
+    from sinkscope.reproduction import Reproduction
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; gives the exit code: 0, or 1 where sinkscope says why it can't."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except SinkscopeError as error:
+        print(f"sinkscope: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sinkscope: interrupted; what was written stays", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sinkscope",
+        description="Find, explain and test attention sinks in hooked transformer models.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="all of the paper's experiments on one model",
+        description="All of the paper's experiments on one model: prints Table 1, and writes "
+        "results.json, table1.csv and the arrays behind them.",
+    )
+    _add_model_options(reproduce)
+    reproduce.add_argument(
+        "--prompts",
+        default="demo",
+        metavar="FILE|paper|demo",
+        help="a .txt, .csv or .jsonl file; 'paper' for SST-2, GSM8K and HumanEval (needs the "
+        "hub); 'demo' for the prompts shipped with sinkscope (default)",
+    )
+    reproduce.add_argument(
+        "--length", type=int, default=40, help="tokens per prompt (default: 40, the paper's)"
+    )
+    reproduce.add_argument(
+        "--out",
+        default="sinkscope-out",
+        metavar="DIR",
+        help="where to write (default: %(default)s)",
+    )
+    reproduce.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="prompts per pass (default: 64)"
+    )
+    reproduce.set_defaults(run=_reproduce)
+
+    epe = commands.add_parser(
+        "epe",
+        help="the effective positional encoding of a model at a glance",
+        description="Massive coordinates of EPE_0 and how they line up with the query bias.",
+    )
+    _add_model_options(epe)
+    epe.add_argument("--through-ln", action="store_true", help="put LN2 before the first MLP")
+    epe.set_defaults(run=_epe)
+
+    decompose = commands.add_parser(
+        "decompose",
+        help="the four score terms of one query of a text",
+        description="Splits the scores of one query into content, query bias, key bias and "
+        "bias-bias terms, and checks that they add up.",
+    )
+    _add_model_options(decompose)
+    decompose.add_argument("text", help="the text to look at")
+    decompose.add_argument("--layer", type=int, help="0-based (default: the middle one)")
+    decompose.add_argument("--head", type=int, help="0-based (default: the one with most sink)")
+    decompose.add_argument("--query", type=int, help="position (default: the last)")
+    decompose.set_defaults(run=_decompose)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="demo",
+        metavar="demo|NAME|DIR",
+        help="'demo', a name on the Hugging Face hub, or a local directory (default: demo)",
+    )
+    parser.add_argument("--device", default="cpu", metavar="D", help="default: cpu")
+    parser.add_argument(
+        "--dtype", default="float32", choices=DTYPES, metavar="T", help=", ".join(DTYPES)
+    )
+
+
+# --- commands -----------------------------------------------------------------------------
+
+
+def _reproduce(arguments: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from sinkscope.model import model_view
+    from sinkscope.prompts import fold_whitespace, load_prompts, token_batch
+    from sinkscope.reproduction import reproduce
+    from sinkscope.results import require_writable
+
+    if arguments.length < 2 or arguments.batch_size < 1:
+        raise InvalidInputError(
+            "Unusable sizes",
+            expected="--length of 2 or more and --batch-size of 1 or more",
+            got=f"--length {arguments.length} --batch-size {arguments.batch_size}",
+        )
+    out = Path(arguments.out)
+    require_writable(out)
+    view = model_view(_load(arguments))
+    prompts = load_prompts(view, arguments.prompts)
+    folded = type(prompts)(
+        tuple(fold_whitespace(text) for text in prompts.texts), prompts.corpora, prompts.source
+    )
+    batch = token_batch(view, folded, length=arguments.length)
+    with _progress(f"{view.name}: {len(batch)} prompts") as (total, progress):
+        result = reproduce(
+            view,
+            batch,
+            prompts_source=prompts.source,
+            out=out,
+            batch_size=arguments.batch_size,
+            total=total,
+            progress=progress,
+        )
+    _print_table1(result, batch)
+    print(f"Written: {out / 'results.json'}, {out / 'table1.csv'}")
+
+
+def _epe(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from sinkscope.epe import coordinate_alignment, extract_epe
+    from sinkscope.massive import MeanStd, TopK, find_massive_coordinates
+    from sinkscope.model import model_view
+
+    view = model_view(_load(arguments))
+    epe = extract_epe(view, through_ln=arguments.through_ln)
+    form = "p + MLP_0(LN2_0(p))" if epe.through_ln else "p + MLP_0(p)"
+    print(f"{view.name}: EPE = {form}, {view.n_ctx} positions of {view.d_model}")
+    norms = epe.vectors.norm(dim=-1)
+    print(f"|EPE_0| = {float(norms[0]):.3f}, median of the others {float(norms[1:].median()):.3f}")
+    massive = find_massive_coordinates(epe.vectors[0], MeanStd(3.0))
+    top = find_massive_coordinates(epe.vectors[0], TopK(min(3, view.d_model)))
+    print(f"massive by {massive.rule}, |v| > {massive.threshold:.3f}: {len(massive)} coordinates")
+    gamma = coordinate_alignment(view).abs() if view.parts.query_bias else None
+    rows = []
+    for index, value in zip(top.indices.tolist(), top.values.tolist(), strict=True):
+        row = [str(index), f"{value:+.3f}", "yes" if index in massive.coordinates else "no"]
+        rows.append([*row, "-" if gamma is None else f"{float(gamma[..., index].mean()):.3f}"])
+    _print_table(["coordinate", "EPE_0", "massive", "mean |gamma|"], rows)
+    if gamma is not None:
+        others = torch.ones(view.d_model, dtype=torch.bool)
+        others[list(massive.coordinates)] = False
+        print(f"mean |gamma| of all other coordinates: {float(gamma[..., others].mean()):.3f}")
+
+
+def _decompose(arguments: argparse.Namespace) -> None:
+    from sinkscope.measures import sink_score
+    from sinkscope.model import model_view
+    from sinkscope.prompts import token_batch
+    from sinkscope.scores import decompose_scores
+
+    view = model_view(_load(arguments))
+    batch = token_batch(view, [arguments.text])
+    n = batch.ids.shape[1]
+    layer = view.n_layers // 2 if arguments.layer is None else arguments.layer
+    head = arguments.head
+    if head is None:
+        head = int(sink_score(view, batch, layers=layer)[0, 0].argmax())
+    view.heads(head)
+    query = n - 1 if arguments.query is None else arguments.query
+    if not 0 <= query < n:
+        raise InvalidInputError("No such query", expected=f"0 to {n - 1}", got=query)
+    terms = decompose_scores(view, batch, layers=layer)
+    print(f"{view.name}, layer {layer}, head {head}, query {query}; scores before the softmax")
+    kept = [t[0, 0, head, query] for t in (terms.content, terms.query_bias, terms.key_bias)]
+    kept += [terms.bias_bias[0, 0, head, query], terms.total[0, 0, head, query]]
+    pattern = kept[-1][: query + 1].softmax(-1)
+    rows = [
+        [str(key), repr(view.tokenizer.decode([int(batch.ids[0, key])]))]
+        + [f"{float(term[key]):+.3f}" for term in kept]
+        + [f"{float(pattern[key]):.3f}"]
+        for key in range(query + 1)
+    ]
+    header = ["key", "token", "content", "query bias", "key bias", "bias-bias", "sum", "attention"]
+    _print_table(header, rows)
+    print(
+        f"identities: score {terms.max_error:.1e}, pattern {terms.pattern_error:.1e} "
+        f"(tolerance {terms.tolerance:.1e}); query bias is {terms.bias_kind}"
+    )
+
+
+# --- shared -------------------------------------------------------------------------------
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    from sinkscope.loading import load_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries warn of their own plans while loading
+        return load_model(arguments.model, device=arguments.device, dtype=arguments.dtype)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+        yield (
+            lambda n: bar.update(task, total=n),
+            lambda n: bar.update(task, advance=n),
+        )
+
+
+def _print_table1(result: Reproduction, batch: TokenBatch) -> None:
+    rows = []
+    for row in result.table1.to_dataframe().to_dict("records"):
+        cells = [
+            row["corpus"],
+            row["condition"],
+            str(row["n"]),
+            f"{row['sink_score']:.4f}",
+            f"{row['stderr']:.4f}",
+            f"{row['relative']:.1%}",
+            f"{row['all_layers']:.4f}",
+        ]
+        if result.table1.beside_published:
+            cells += [f"{row['published']:.4f}", f"{row['difference']:+.4f}"]
+        rows.append(cells)
+    header = ["corpus", "condition", "n", "sink score", "stderr", "relative", "all layers"]
+    if result.table1.beside_published:
+        header += ["published", "difference"]
+    layers = result.table1.mid_layers
+    print(f"Table 1: attention to position 0, layers {layers[0]} to {layers[-1]}")
+    _print_table(header, rows)
+    for name, reason in result.table1.not_applicable:
+        print(f"{name}: {reason}")
+    if result.identities is not None:
+        print(
+            "Identities of the score decomposition hold to {score:.1e} (scores) and "
+            "{pattern:.1e} (patterns), tolerance {tolerance:.1e}".format(**result.identities)
+        )
+
+
+def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A plain table: columns padded to their widest cell, numbers to the right."""
+    table = [list(header), *rows]
+    widths = [max(len(row[n]) for row in table) for n in range(len(header))]
+    left = [n for n in range(len(header)) if not any(c.isdigit() for c in rows[0][n])]
+    for row in table:
+        cells = [
+            cell.ljust(width) if n in left else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,132 @@
+"""How well the EPE stands for the positions' effect in the first block, per position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sinkscope.capture import Progress
+from sinkscope.epe import extract_epe
+from sinkscope.experiments._engine import Request, run_experiments
+from sinkscope.fidelity import BLOCK_FORMS, FirstBlockReader, MlpFidelityReader, block_fidelity
+from sinkscope.model import ModelView, model_view
+from sinkscope.prompts import TokenBatch
+from sinkscope.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PERCENTILES = (10, 50, 90)
+FORMS = ("mlp", *BLOCK_FORMS)
+
+
+@dataclass(frozen=True, eq=False)
+class EpeFidelity(Result):
+    """Cosines of every prompt and position, in three forms; see `fidelity.epe_fidelity`.
+
+    Attributes:
+        mlp: `[prompt pos]`, through the MLP alone.
+        block: `[prompt pos]`, through the first block without a causal mask (the paper's).
+        causal_block: `[prompt pos]`, through the first block as the model runs it.
+        through_ln: the form of the EPE.
+    """
+
+    kind: ClassVar[str] = "epe_fidelity"
+
+    mlp: np.ndarray
+    block: np.ndarray
+    causal_block: np.ndarray
+    through_ln: bool = False
+
+    def percentiles(self, form: str) -> np.ndarray:
+        """`[percentile pos]`: p10, p50 and p90 over prompts of one form."""
+        return np.nanpercentile(getattr(self, form).astype(np.float64), PERCENTILES, axis=0)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per form and position: p10, p50, p90, mean and std over prompts."""
+        import pandas as pd
+
+        rows = []
+        for form in FORMS:
+            values = getattr(self, form).astype(np.float64)
+            for position, (p10, p50, p90) in enumerate(self.percentiles(form).T):
+                column = values[:, position]
+                rows.append(
+                    {
+                        "through": form,
+                        "position": position,
+                        "p10": p10,
+                        "p50": p50,
+                        "p90": p90,
+                        "mean": np.nanmean(column),
+                        "std": np.nanstd(column),
+                    }
+                )
+        return pd.DataFrame(rows)
+
+    def summary(self) -> dict[str, Any]:
+        """Percentiles by position, and the median over all positions, of each form."""
+        forms = {}
+        for form in FORMS:
+            named = zip(PERCENTILES, self.percentiles(form), strict=True)
+            forms[form] = {f"p{p}": values for p, values in named}
+            forms[form]["median"] = float(np.nanmedian(getattr(self, form).astype(np.float64)))
+        return {"through_ln": self.through_ln, **forms}
+
+
+class EpeFidelityExperiment:
+    """Asks for embeddings, and for the first block's output with and without positions."""
+
+    def __init__(self, view: ModelView, batch: TokenBatch) -> None:
+        self._batch = batch
+        self._epe = extract_epe(view)
+        self._mlp = MlpFidelityReader(view, self._epe)
+        self._blocks = {
+            form: [(ablation, FirstBlockReader()) for ablation in ablations]
+            for form, ablations in BLOCK_FORMS.items()
+        }
+
+    def requests(self) -> Sequence[Request]:
+        blocks = [request for requests in self._blocks.values() for request in requests]
+        untouched = BLOCK_FORMS["causal_block"][0]
+        return [(untouched, self._mlp), *blocks]
+
+    def result(self) -> EpeFidelity:
+        cosines = {
+            form: block_fidelity(self._epe, self._batch, *(r.result() for _, r in requests))
+            for form, requests in self._blocks.items()
+        }
+        return EpeFidelity(
+            mlp=self._mlp.result().cpu().numpy(),
+            block=cosines["block"].cpu().numpy(),
+            causal_block=cosines["causal_block"].cpu().numpy(),
+            through_ln=self._epe.through_ln,
+        )
+
+
+def run(
+    model: Any,
+    batch: TokenBatch,
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> EpeFidelity:
+    """The fidelity of the EPE in all three forms, see `fidelity.epe_fidelity`.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        batch_size: rows per forward pass; all at once if None.
+        progress: told how many prompts are done.
+
+    Raises:
+        NotApplicableError: no learned positions or no first MLP.
+        ProcessedWeightsError: the weights were folded or centred.
+    """
+    view = model_view(model)
+    experiment = EpeFidelityExperiment(view, batch)
+    run_experiments(view, batch, [experiment], batch_size=batch_size, progress=progress)
+    return experiment.result()

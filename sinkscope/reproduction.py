@@ -1,0 +1,244 @@
+"""The paper's whole set of experiments on one model, in the fewest passes, with provenance."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sinkscope
+from sinkscope.ablations import Composition
+from sinkscope.capture import Progress
+from sinkscope.errors import NotApplicableError
+from sinkscope.experiments._engine import Experiment, Request, Total, run_experiments
+from sinkscope.experiments.attention_maps import AttentionMaps, AttentionMapsExperiment
+from sinkscope.experiments.coordinate_alignment import (
+    CoordinateAlignment,
+    CoordinateAlignmentExperiment,
+)
+from sinkscope.experiments.delta import Delta, DeltaExperiment
+from sinkscope.experiments.epe_bias_alignment import EpeBiasAlignment, EpeBiasAlignmentExperiment
+from sinkscope.experiments.epe_fidelity import EpeFidelity, EpeFidelityExperiment
+from sinkscope.experiments.massive_activations import (
+    MassiveActivations,
+    MassiveActivationsExperiment,
+)
+from sinkscope.experiments.table1 import Table1, Table1Experiment
+from sinkscope.model import ModelView, model_view
+from sinkscope.prompts import PAPER_SEED, TokenBatch
+from sinkscope.published import applies_to, published
+from sinkscope.results import Result, dump_json, require_writable, write_text
+from sinkscope.scores import IdentityReader
+
+SCHEMA_VERSION = 1
+_PACKAGES = ("torch", "transformers", "transformer-lens", "numpy")
+
+
+@dataclass(frozen=True, eq=False)
+class Reproduction:
+    """All results of one run. A part that the model lacks leaves its result None.
+
+    Attributes:
+        provenance: model, weights hash, versions, dtype, prompts and the like.
+        identities: the largest errors of the score decomposition over the whole run.
+        not_applicable: result name -> why this model has no such result.
+    """
+
+    provenance: Mapping[str, Any]
+    table1: Table1
+    attention_maps: AttentionMaps
+    delta: Delta | None
+    epe_fidelity: EpeFidelity | None
+    coordinate_alignment: CoordinateAlignment | None
+    epe_bias_alignment: EpeBiasAlignment | None
+    massive_activations: MassiveActivations | None
+    identities: Mapping[str, float] | None
+    not_applicable: Mapping[str, str]
+
+    @property
+    def results(self) -> dict[str, Result]:
+        """The results that there are, by name."""
+        named = {
+            "table1": self.table1,
+            "delta": self.delta,
+            "epe_fidelity": self.epe_fidelity,
+            "coordinate_alignment": self.coordinate_alignment,
+            "epe_bias_alignment": self.epe_bias_alignment,
+            "massive_activations": self.massive_activations,
+            "attention_maps": self.attention_maps,
+        }
+        return {name: result for name, result in named.items() if result is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that goes into results.json."""
+        content: dict[str, Any] = {
+            "schema": SCHEMA_VERSION,
+            "provenance": dict(self.provenance),
+            "identities": self.identities,
+            "not_applicable": dict(self.not_applicable),
+        }
+        content |= {name: result.summary() for name, result in self.results.items()}
+        if self.table1.beside_published:
+            content["published"] = published()
+            content["difference"] = self._differences()
+        return content
+
+    def _differences(self) -> dict[str, Any]:
+        """Ours minus the published figures, where both are."""
+        ours = published()
+        difference: dict[str, Any] = {}
+        if self.coordinate_alignment is not None:
+            means = self.coordinate_alignment.means
+            difference["gamma_mean"] = {k: means[k] - v for k, v in ours["gamma_mean"].items()}
+        if self.epe_fidelity is not None:
+            difference["fidelity"] = {
+                form: self.epe_fidelity.percentiles(form).T - ours["fidelity"][form]
+                for form in ours["fidelity"]
+            }
+        if self.delta is not None:
+            difference["delta"] = self.delta.percentiles.transpose(1, 2, 0) - ours["delta"]
+        return difference
+
+    def save(self, directory: str | Path) -> Path:
+        """Write results.json, table1.csv and the arrays behind them.
+
+        Raises:
+            WriteError: the directory or a file can't be written; files already there stay whole.
+        """
+        root = Path(directory)
+        for result in self.results.values():
+            result.save(root / "arrays")
+        write_text(root / "table1.csv", self.table1.to_dataframe().to_csv(index=False))
+        write_text(root / "results.json", dump_json(self.to_dict()))
+        return root
+
+
+def reproduce(
+    model: Any,
+    batch: TokenBatch,
+    *,
+    prompts_source: str = "given",
+    out: str | Path | None = None,
+    batch_size: int | None = None,
+    total: Total | None = None,
+    progress: Progress | None = None,
+) -> Reproduction:
+    """Run all of the paper's experiments; each distinct ablation runs once for all of them.
+
+    The untouched model's pass also checks the score decomposition in every layer, head and
+    pair. What the model lacks is left out with the reason.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        prompts_source: where they are from, for the record; "paper" with GPT-2 124M sets the
+            published numbers beside the run's own.
+        out: a directory to save into; nothing is written if None.
+        batch_size: rows per forward pass; all at once if None.
+        total: told at the start how many prompts will run over all passes.
+        progress: told how many prompts are done.
+
+    Raises:
+        WriteError: `out` can't be written, found out before anything runs.
+        IdentityError: the decomposition does not add up on this model.
+        ProcessedWeightsError: the weights were folded or centred.
+    """
+    view = model_view(model)
+    view.require_raw_weights("The paper's set of experiments")
+    if out is not None:
+        require_writable(Path(out))
+    beside = applies_to(view, prompts_source)
+    not_applicable: dict[str, str] = {}
+    made: dict[str, Experiment] = {
+        "table1": Table1Experiment(view, batch, beside_published=beside),
+        "attention_maps": AttentionMapsExperiment(view, batch),
+    }
+    optional: dict[str, Callable[[ModelView, TokenBatch], Experiment]] = {
+        "delta": DeltaExperiment,
+        "epe_fidelity": EpeFidelityExperiment,
+        "coordinate_alignment": CoordinateAlignmentExperiment,
+        "epe_bias_alignment": EpeBiasAlignmentExperiment,
+        "massive_activations": MassiveActivationsExperiment,
+        "identities": _Identities,
+    }
+    for name, make in optional.items():
+        try:
+            made[name] = make(view, batch)
+        except NotApplicableError as error:
+            not_applicable[name] = str(error)
+    run_experiments(
+        view,
+        batch,
+        list(made.values()),
+        batch_size=batch_size,
+        total=total,
+        progress=progress,
+    )
+    identities = made.pop("identities", None)
+    results: dict[str, Any] = dict.fromkeys((*optional, *made))
+    results |= {name: experiment.result() for name, experiment in made.items()}
+    results["identities"] = identities.errors() if isinstance(identities, _Identities) else None
+    reproduction = Reproduction(
+        provenance=provenance(view, batch, prompts_source, batch_size),
+        not_applicable=not_applicable,
+        **results,
+    )
+    if out is not None:
+        reproduction.save(out)
+    return reproduction
+
+
+class _Identities:
+    """Rides along in the untouched model's pass and checks the score decomposition."""
+
+    def __init__(self, view: ModelView, batch: TokenBatch) -> None:
+        view.require_query_bias()
+        self._reader = IdentityReader(view, tuple(range(view.n_layers)))
+
+    def requests(self) -> list[Request]:
+        return [(Composition(), self._reader)]
+
+    def errors(self) -> dict[str, float]:
+        """The largest errors and the tolerance."""
+        return {
+            "score": self._reader.max_error,
+            "pattern": self._reader.pattern_error,
+            "tolerance": self._reader.tolerance,
+        }
+
+    def result(self) -> Any:
+        """Not a result of its own."""
+        raise NotImplementedError
+
+
+def provenance(
+    view: ModelView, batch: TokenBatch, prompts_source: str, batch_size: int | None
+) -> dict[str, Any]:
+    """What ran on what, so that a number can be traced and repeated."""
+    ids = [row[keep].tolist() for row, keep in zip(batch.ids, batch.mask, strict=True)]
+    return {
+        "sinkscope": sinkscope.__version__,
+        "model": view.name,
+        "architecture": str(getattr(view.model.cfg, "architecture", None) or "unknown"),
+        "weights_sha256": view.weights_hash(),
+        "dtype": str(view.dtype).removeprefix("torch."),
+        "device": str(view.device),
+        "n_layers": view.n_layers,
+        "n_heads": view.n_heads,
+        "d_model": view.d_model,
+        "n_ctx": view.n_ctx,
+        "prompts": prompts_source,
+        "n_prompts": len(batch),
+        "prompt_lengths": [int(batch.lengths.min()), int(batch.lengths.max())],
+        "prompts_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "starts_with_bos": sum(batch.bos),
+        "seed": PAPER_SEED,
+        "batch_size": batch_size,
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }

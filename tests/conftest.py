@@ -1,0 +1,46 @@
+"""Shapes are checked on every call in the tests; small random models and where to find more."""
+
+from __future__ import annotations
+
+from jaxtyping import install_import_hook
+
+install_import_hook("sinkscope", "beartype.beartype")
+
+import os  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # tiny models lose more to threads than they gain
+
+from models import HAS_HOOKED_TRANSFORMER  # noqa: E402
+
+KINDS = [
+    "bridge",
+    pytest.param(
+        "hooked",
+        marks=[
+            pytest.mark.hooked,
+            pytest.mark.skipif(
+                not HAS_HOOKED_TRANSFORMER, reason="transformer-lens 4 has no HookedTransformer"
+            ),
+        ],
+    ),
+]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """How a model is hooked: each test that takes this runs on both, where both exist."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """The folder with the paper's own numbers."""
+    path = Path(__file__).resolve().parents[2] / "shared" / "reference"
+    if not path.is_dir():
+        pytest.skip("no reference data beside the checkout")
+    return path
