@@ -220,7 +220,7 @@ class Ablation(ABC):
             raise InvalidInputError(
                 "A hook is a function", expected="fn(tensor, hook)", got=repr(fn)
             )
-        return FromHook(site, fn, name or getattr(fn, "__name__", "hook"))
+        return FromHook(site, fn, name or str(getattr(fn, "__name__", "hook")))
 
 
 @dataclass(frozen=True)

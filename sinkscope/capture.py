@@ -83,6 +83,8 @@ def stream(
     with view.measuring():
         for chunk in batch.chunks(batch_size):
             edits = list(ablation.edits(view, EditContext.of(chunk)))
+            if not witnesses:
+                _refuse_dead_edits(view, edits)
             for n, edit in enumerate(edits):
                 witnesses.setdefault(n, _Witness(edit)).edit = edit
             hooks: list[tuple[Site | str, HookFn]] = [
@@ -139,6 +141,21 @@ def _reading_hooks(
         return read
 
     return [(site, hook_for(site, interested)) for site, interested in at.items()]
+
+
+def _refuse_dead_edits(view: ModelView, edits: Sequence[Edit]) -> None:
+    """An edit after the fact changes what is read and not what the model does."""
+    late = {Site(k, n) for k in ("attn_scores", "pattern") for n in range(view.n_layers)}
+    points = {id(view.hook_point(site)): site for site in late if site.kind in view.sites.names}
+    for edit in edits:
+        site = points.get(id(view.hook_point(edit.site)))
+        if site is not None and not edit.only_looks and not view.scores_are_live():
+            raise EditError(
+                f"An edit at {site} would not reach this model's output",
+                expected="a model that computes on with what the hook gives back",
+                got=f"{view.name}, whose attention is left to transformers and hooked afterwards",
+                fix="edit q, k, v or z instead",
+            )
 
 
 def _refuse_repeats(view: ModelView, site: Site) -> None:

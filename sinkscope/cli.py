@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,13 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
+        sys.stdout.flush()
     except SinkscopeError as error:
-        print(f"sinkscope: {error}", file=sys.stderr)
+        print(_visible(" ".join(f"sinkscope: {error}".split())), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("sinkscope: interrupted; what was written stays", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # as when piped into head; nothing is left to be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
 
@@ -144,7 +147,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
     _print_table1(result, batch)
-    print(f"Written: {out / 'results.json'}, {out / 'table1.csv'}")
+    _say(f"Written: {out / 'results.json'}, {out / 'table1.csv'}")
 
 
 def _epe(arguments: argparse.Namespace) -> None:
@@ -157,7 +160,7 @@ def _epe(arguments: argparse.Namespace) -> None:
     view = model_view(_load(arguments))
     epe = extract_epe(view, through_ln=arguments.through_ln)
     form = "p + MLP_0(LN2_0(p))" if epe.through_ln else "p + MLP_0(p)"
-    print(f"{view.name}: EPE = {form}, {view.n_ctx} positions of {view.d_model}")
+    _say(f"{view.name}: EPE = {form}, {view.n_ctx} positions of {view.d_model}")
     norms = epe.vectors.norm(dim=-1)
     print(f"|EPE_0| = {float(norms[0]):.3f}, median of the others {float(norms[1:].median()):.3f}")
     massive = find_massive_coordinates(epe.vectors[0], MeanStd(3.0))
@@ -193,7 +196,7 @@ def _decompose(arguments: argparse.Namespace) -> None:
     if not 0 <= query < n:
         raise InvalidInputError("No such query", expected=f"0 to {n - 1}", got=query)
     terms = decompose_scores(view, batch, layers=layer)
-    print(f"{view.name}, layer {layer}, head {head}, query {query}; scores before the softmax")
+    _say(f"{view.name}, layer {layer}, head {head}, query {query}; scores before the softmax")
     kept = [t[0, 0, head, query] for t in (terms.content, terms.query_bias, terms.key_bias)]
     kept += [terms.bias_bias[0, 0, head, query], terms.total[0, 0, head, query]]
     pattern = kept[-1][: query + 1].softmax(-1)
@@ -234,7 +237,7 @@ def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(_visible(title), total=None)
         yield (
             lambda n: bar.update(task, total=n),
             lambda n: bar.update(task, advance=n),
@@ -263,7 +266,7 @@ def _print_table1(result: Reproduction, batch: TokenBatch) -> None:
     print(f"Table 1: attention to position 0, layers {layers[0]} to {layers[-1]}")
     _print_table(header, rows)
     for name, reason in result.table1.not_applicable:
-        print(f"{name}: {reason}")
+        _say(f"{name}: {reason}")
     if result.identities is not None:
         print(
             "Identities of the score decomposition hold to {score:.1e} (scores) and "
@@ -271,9 +274,20 @@ def _print_table1(result: Reproduction, batch: TokenBatch) -> None:
         )
 
 
+def _say(text: str) -> None:
+    print(_visible(text))
+
+
+def _visible(text: str) -> str:
+    """Text with what would steer a terminal or break a line escaped, as in a Python string."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A plain table: columns padded to their widest cell, numbers to the right."""
-    table = [list(header), *rows]
+    table = [[_visible(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[n]) for row in table) for n in range(len(header))]
     left = [n for n in range(len(header)) if not any(c.isdigit() for c in rows[0][n])]
     for row in table:

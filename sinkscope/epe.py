@@ -117,6 +117,7 @@ def coordinate_alignment(
     """
     view = model_view(model)
     chosen = view.layers(layers)
+    view.require_key_only_shift()
     biases = query_bias(view, kind, chosen)
     return torch.stack(
         [

@@ -43,6 +43,14 @@ def load_model(
         InvalidInputError: an unknown dtype, or an object that is no transformers model.
     """
     dtype = _dtype(dtype)
+    device = _device(device)
+    if tokenizer is not None and not callable(tokenizer):
+        raise InvalidInputError(
+            "This is not a tokenizer",
+            expected="a transformers tokenizer, or None",
+            got=repr(tokenizer)[:80],
+            fix="load it with transformers.AutoTokenizer.from_pretrained(...)",
+        )
     if isinstance(model, (str, os.PathLike)):
         if str(model) == "demo":
             with resources.as_file(resources.files("sinkscope") / "demo") as path:
@@ -54,6 +62,7 @@ def load_model(
                 f"There is no directory {str(model)!r}",
                 expected="a directory with config.json and model.safetensors",
                 got="nothing there",
+                fix="check the path",
             )
         return _from_hub(str(model), tokenizer, device, dtype)
     if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
@@ -70,13 +79,33 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InvalidInputError("Unknown dtype", expected=", ".join(DTYPES), got=repr(dtype))
+        raise InvalidInputError(
+            "Unknown dtype",
+            expected=", ".join(DTYPES),
+            got=repr(dtype),
+            fix="choose one of these, or the torch.dtype of that name",
+        )
     return dtype
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise InvalidInputError(
+            "This device can't be used here",
+            expected="a device of this machine, as torch names it, such as 'cpu' or 'cuda:0'",
+            got=f"{device!r} ({str(error)[:200]})",
+            fix="use 'cpu'",
+        ) from error
+    return chosen
 
 
 def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype, name: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    hf_model: Any
     try:
         hf_model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -84,7 +113,8 @@ def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype,
             attn_implementation="eager",
             local_files_only=True,
             use_safetensors=True,
-        ).to(device or "cpu")
+        )
+        hf_model = hf_model.to(device)
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # readers of damaged files raise anything
@@ -92,6 +122,7 @@ def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype,
             f"The model in {str(path)!r} can't be loaded",
             expected="config.json and model.safetensors as transformers saves them",
             got=f"{type(error).__name__}: {str(error)[:300]}",
+            fix="save the model anew with save_pretrained(directory)",
         ) from error
     return _wrap(hf_model, tokenizer, name)
 
@@ -101,7 +132,7 @@ def _from_hub(name: str, tokenizer: Any, device: Any, dtype: torch.dtype) -> Any
 
     try:
         return TransformerBridge.boot_transformers(
-            name, tokenizer=tokenizer, device=str(device or "cpu"), dtype=dtype
+            name, tokenizer=tokenizer, device=str(device), dtype=dtype
         )
     except Exception as error:  # network, repository and architecture errors, of many kinds
         raise LoadError(
@@ -127,7 +158,9 @@ def _wrap(hf_model: Any, tokenizer: Any, name: str) -> Any:
     except Exception as error:  # adapters fail in their own ways on models they don't fit
         raise LoadError(
             f"TransformerLens can't hook a {architectures[0]}",
+            expected="an architecture that this TransformerLens has an adapter for",
             got=f"{type(error).__name__}: {str(error)[:300]}",
+            fix="try a newer TransformerLens, or a model of another architecture",
         ) from error
     bridge.eval()
     return bridge

@@ -15,12 +15,18 @@ from sinkscope import metrics
 from sinkscope._types import LayerPatterns, Layers, PerHead, PerHeadInt, PerKey
 from sinkscope.ablations import Ablation
 from sinkscope.capture import stream
+from sinkscope.errors import IdentityError
 from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
 
 Reduce = Callable[[Tensor, TokenBatch], Tensor]
+PatternMetric = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`metric(pattern, mask, visible)`, one layer at a time."""
+
+STRAY_ATTENTION = 1e-3
+"""Attention on keys that a query can't see, above which the visibility must be wrong."""
 
 
 class LayerReader:
@@ -43,9 +49,45 @@ class LayerReader:
         return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
 
 
-def reduce_sink_score(pattern: Tensor, chunk: TokenBatch) -> Tensor:
-    """`[batch head]` of a pattern, see `metrics.sink_score`."""
-    return metrics.sink_score(pattern, chunk.mask.to(pattern.device))
+class PatternReader:
+    """Reduces each layer's pattern by a metric, over the keys that its queries can see.
+
+    What a query can see comes from the model's configuration (causal mask, sliding windows);
+    attention elsewhere is an error, since the metric would then be about another model.
+    """
+
+    def __init__(self, layers: Sequence[int], metric: PatternMetric) -> None:
+        self._metric = metric
+        self._view: ModelView | None = None
+        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def sites(self, view: ModelView) -> Sequence[Site]:
+        self._view = view
+        return [Site("pattern", layer) for layer in self._seen]
+
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        if self._view is None or site.layer is None:
+            return
+        mask = chunk.mask.to(tensor.device)
+        visible = self._view.visible(site.layer, mask)
+        _refuse_stray_attention(tensor, mask, visible, site.layer)
+        self._seen[site.layer].append(self._metric(tensor, mask, visible))
+
+    def result(self) -> Tensor:
+        """`[batch layer ...]`, layers in the order they were chosen."""
+        return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
+
+
+def _refuse_stray_attention(pattern: Tensor, mask: Tensor, visible: Tensor, layer: int) -> None:
+    hidden = (mask[:, :, None] & ~visible)[:, None]
+    stray = float((pattern * hidden).amax())
+    if not stray <= STRAY_ATTENTION:
+        raise IdentityError(
+            f"In layer {layer} queries attend to keys that they should not see",
+            expected="no attention to later or masked keys, or outside the sliding window",
+            got=f"a share of {stray:.2e}",
+            fix="check the attention mask, the model's window, and hooks on scores or pattern",
+        )
 
 
 def patterns(
@@ -97,10 +139,10 @@ def sink_score(
     Raises:
         InvalidInputError: a prompt of fewer than two tokens.
     """
-    default = model_view(model).mid_layers
-    return _per_layer(
-        model, batch, ablation, layers, default, batch_size, "pattern", reduce_sink_score
-    )
+    view = model_view(model)
+    reader = PatternReader(view.layers(layers, view.mid_layers), metrics.sink_score)
+    stream(view, batch, [reader], ablation, batch_size=batch_size)
+    return reader.result()
 
 
 def sink_rate(
@@ -129,11 +171,13 @@ def sink_rate(
         `[batch layer head]`, 0 or 1.
     """
 
-    def reduce(pattern: Tensor, chunk: TokenBatch) -> Tensor:
-        mask = chunk.mask.to(pattern.device)
-        return metrics.sink_rate(metrics.received_attention(pattern, mask), mask, eps)
+    def rate(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
+        return metrics.sink_rate(metrics.received_attention(pattern, mask, visible), mask, eps)
 
-    return _per_layer(model, batch, ablation, layers, None, batch_size, "pattern", reduce)
+    view = model_view(model)
+    reader = PatternReader(view.layers(layers), rate)
+    stream(view, batch, [reader], ablation, batch_size=batch_size)
+    return reader.result()
 
 
 def sink_position(
@@ -160,11 +204,13 @@ def sink_position(
         `[batch layer head]`, positions.
     """
 
-    def reduce(pattern: Tensor, chunk: TokenBatch) -> Tensor:
-        mask = chunk.mask.to(pattern.device)
-        return metrics.sink_position(metrics.received_attention(pattern, mask), mask)
+    def position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
+        return metrics.sink_position(metrics.received_attention(pattern, mask, visible), mask)
 
-    return _per_layer(model, batch, ablation, layers, None, batch_size, "pattern", reduce)
+    view = model_view(model)
+    reader = PatternReader(view.layers(layers), position)
+    stream(view, batch, [reader], ablation, batch_size=batch_size)
+    return reader.result()
 
 
 def value_norms(

@@ -33,11 +33,23 @@ def first_positions(mask: Mask) -> Rows:
     return mask.long().argmax(dim=1)
 
 
-def causal_visibility(mask: Mask) -> Bool[Tensor, "batch query key"]:
-    """Which key each query may attend to: no later one, and nothing masked on either side."""
+def causal_visibility(mask: Mask, window: int | None = None) -> Bool[Tensor, "batch query key"]:
+    """Which key each query may attend to: no later one, and nothing masked on either side.
+
+    Args:
+        mask: `[batch pos]`, true where a token is.
+        window: a sliding window lets a query see itself and the `window - 1` keys before it.
+    """
     n = mask.shape[1]
-    causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
-    return causal & mask[:, None, :] & mask[:, :, None]
+    allowed = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+    if window is not None:
+        allowed &= ~allowed.tril(-window)
+    return allowed & full_visibility(mask)
+
+
+def full_visibility(mask: Mask) -> Bool[Tensor, "batch query key"]:
+    """Every query may attend to every key, but for masked ones (bidirectional models)."""
+    return mask[:, None, :] & mask[:, :, None]
 
 
 def sink_score(

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sinkscope._types import Layers, Residual
+from sinkscope._types import Layers, Mask, Residual
 from sinkscope.errors import InvalidInputError, NotApplicableError, ProcessedWeightsError
+from sinkscope.metrics import causal_visibility, full_visibility
 from sinkscope.sites import Site, SiteMap, site_map
 
 if TYPE_CHECKING:
@@ -178,7 +179,13 @@ class ModelView:
                 fix="use a measure that does not need the effective positional encoding",
             )
         with self.measuring(), _hooks_silenced(self.block(0).mlp):
-            out = self.block(0).mlp(x)
+            try:
+                out = self.block(0).mlp(x)
+            except RuntimeError as error:  # the bridge's own refusal where MLPs have no module
+                raise NotApplicableError(
+                    "The first MLP of this model can't be run by itself",
+                    got=str(error)[:200],
+                ) from error
         return out[0] if isinstance(out, tuple) else out
 
     def first_ln2(self, x: Residual) -> Residual:
@@ -198,6 +205,33 @@ class ModelView:
             digest.update(str(data.dtype).encode())
             digest.update(data.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    # --- who sees whom ---------------------------------------------------------------------
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer in tokens, None where every earlier key is seen."""
+        config = getattr(getattr(self.model, "original_model", None), "config", None)
+        if config is None:
+            cfg = self.model.cfg
+            local = getattr(cfg, "use_local_attn", False) and cfg.attn_types[layer] == "local"
+            return int(cfg.window_size) if local else None
+        config = getattr(config, "text_config", None) or config
+        kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+        size = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+        if size is None or (kinds and kinds[layer] not in ("sliding_attention", "local")):
+            return None
+        return int(size)
+
+    def visible(self, layer: int, mask: Mask) -> Bool[Tensor, "batch query key"]:
+        """Which key each query may attend to in a layer, from the model's own configuration.
+
+        Args:
+            layer: 0-based.
+            mask: `[batch pos]`, true where a token is.
+        """
+        if getattr(self.model.cfg, "attention_dir", "causal") == "bidirectional":
+            return full_visibility(mask)
+        return causal_visibility(mask, self.window(layer))
 
     # --- what must hold before a measure ---------------------------------------------------
 
@@ -230,6 +264,16 @@ class ModelView:
                 expected="a model without weight processing",
                 got=f"{self.name} ({', '.join(self.parts.processed)})",
                 fix=_HOW_TO_LOAD_RAW,
+            )
+
+    def require_key_only_shift(self) -> None:
+        """Raise unless the query-bias term of a score depends on the key alone."""
+        if self.parts.positions == "rotary" or hasattr(self.block(0).attn, "q_norm"):
+            raise NotApplicableError(
+                "Not applicable: in this model the query-bias term depends on the query too",
+                expected="scores that are scale q.k, without rotary positions or QK-norm",
+                got=f"{self.name} with positions of type {self.parts.positions!r}",
+                fix="use measures of the pattern",
             )
 
     def layers(self, layers: Layers, default: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -290,6 +334,27 @@ class ModelView:
             )
         return point
 
+    def scores_are_live(self) -> bool:
+        """Whether the model computes on with what its score and pattern hooks give back.
+
+        Where TransformerBridge leaves attention to transformers it fires both hooks after the
+        fact, and with the pattern at both: scores can't be read there and neither be edited.
+        Found out by running two tokens through the first layer.
+        """
+        order: list[str] = []
+
+        def note(kind: str) -> HookFn:
+            def hook_fn(tensor: Tensor, hook: Any) -> None:
+                order.append(kind)
+
+            return hook_fn
+
+        ids = torch.zeros(1, min(2, self.n_ctx), dtype=torch.long, device=self.device)
+        kinds = ("attn_scores", "pattern", "z")
+        with self.measuring(), self.hooks([(Site(k, 0), note(k)) for k in kinds]):
+            self.model(ids, stop_at_layer=1, return_type=None)
+        return order == list(kinds)
+
     def resolve(self, site: Site | str, fn: HookFn) -> tuple[Any, HookFn]:
         """The hook point of a site, and the function to hang there.
 
@@ -297,8 +362,9 @@ class ModelView:
         a function at `attn_in` sees, and the function can't edit it.
         """
         point = self.hook_point(site)
-        is_attn_in = isinstance(site, Site) and site.kind == "attn_in"
-        if not (is_attn_in and self.sites.attn_in_before_gain):
+        if not (self.sites.attn_in_before_gain and isinstance(site, Site)):
+            return point, fn
+        if site.kind != "attn_in" or site.layer is None:
             return point, fn
         ln1 = self.block(site.layer).ln1
         gain, bias = getattr(ln1, "w", None), getattr(ln1, "b", None)

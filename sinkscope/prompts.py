@@ -68,7 +68,17 @@ class TokenBatch:
 
     def select(self, rows: Sequence[int] | slice) -> TokenBatch:
         """Some of the rows."""
-        indices = list(range(len(self)))[rows] if isinstance(rows, slice) else list(rows)
+        everything = range(len(self))
+        try:
+            chosen = everything[rows] if isinstance(rows, slice) else rows
+            indices = [everything[i] for i in chosen]
+        except (TypeError, IndexError) as error:
+            raise InvalidInputError(
+                "There are no such rows",
+                expected=f"a slice, or numbers from 0 to {len(self) - 1}",
+                got=repr(rows)[:80],
+                fix="count rows from 0",
+            ) from error
         return TokenBatch(
             ids=self.ids[indices],
             mask=self.mask[indices],
@@ -79,8 +89,13 @@ class TokenBatch:
 
     def chunks(self, size: int | None) -> Iterator[TokenBatch]:
         """The batch in pieces of at most `size` rows, in order."""
-        if size is not None and size < 1:
-            raise InvalidInputError("A batch size is at least 1", expected="1 or more", got=size)
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise InvalidInputError(
+                "A batch size is a whole number of prompts",
+                expected="1 or more, or None for all at once",
+                got=repr(size),
+                fix="choose another batch size",
+            )
         size = len(self) if size is None else size
         for start in range(0, len(self), size):
             yield self.select(slice(start, start + size))
@@ -137,6 +152,7 @@ def token_batch(
             "Unknown option",
             expected="bos 'none' or 'prepend', padding 'none', 'left' or 'right'",
             got=f"bos={bos!r}, padding={padding!r}",
+            fix="choose one of these",
         )
     if isinstance(texts_or_token_ids, Prompts):
         corpora = texts_or_token_ids.corpora if corpora is None else corpora
@@ -148,13 +164,20 @@ def token_batch(
             got=f"length={length!r}, bos={bos!r}, padding={padding!r}",
             fix="cut and pad the ids and the mask before, or pass lists of ids",
         )
+    if mask is not None and not isinstance(mask, Tensor):
+        raise InvalidInputError(
+            "The mask is not a tensor",
+            expected="a tensor [batch pos], true or 1 where a token is",
+            got=type(mask).__name__,
+            fix="pass torch.tensor(mask)",
+        )
     rows, texts = _rows_of_ids(view, texts_or_token_ids, mask)
     if bos == "prepend":
         rows = [_with_bos(view, row) for row in rows]
     if length is not None:
         rows = _cut(rows, length, padding)
     _check_rows(view, rows)
-    if mask is not None:
+    if mask is not None and isinstance(texts_or_token_ids, Tensor):
         filled = mask.bool().cpu()
         ids = torch.where(filled, texts_or_token_ids.cpu().long(), _pad_id(view))
     else:
@@ -185,7 +208,15 @@ def encode(view: ModelView, text: str) -> list[int]:
     with warnings.catch_warnings():
         # Tokenizers warn about texts beyond n_ctx; `length` or the check on n_ctx deals with it.
         warnings.simplefilter("ignore")
-        ids = view.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            ids = view.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except (TypeError, UnicodeError) as error:  # half a surrogate pair is no text
+            raise InvalidInputError(
+                "The tokenizer can't read a prompt",
+                expected="text that UTF-8 can hold",
+                got=f"{text[:40]!a} ({type(error).__name__})",
+                fix="decode the text from its own encoding first",
+            ) from error
     if not ids:
         raise InvalidInputError(
             "A prompt has no token",
@@ -216,6 +247,13 @@ def load_prompts(model: Any, source: str | Path) -> Prompts:
     Raises:
         LoadError: the file or data set cannot be read, or holds no prompt.
     """
+    if not isinstance(source, (str, Path)):
+        raise InvalidInputError(
+            "Prompts are named by a string or a path",
+            expected="'demo', 'paper', or the path of a .txt, .csv or .jsonl file",
+            got=repr(source)[:80],
+            fix="pass texts and ids to token_batch instead",
+        )
     if source == "demo":
         shipped = resources.files("sinkscope") / "demo" / "prompts.jsonl"
         return _prompts(_read_jsonl(shipped.read_text("utf-8"), "demo"), "demo")
@@ -280,6 +318,7 @@ def paper_prompts(model: Any, per_corpus: int = PAPER_PER_CORPUS) -> Prompts:
                 f"{path} holds too few texts of {PAPER_LENGTH} tokens",
                 expected=per_corpus,
                 got=len(long),
+                fix="ask for fewer prompts, or use another tokenizer's model",
             )
         rng.shuffle(long)
         rows += [(text, corpus) for text in long[:per_corpus]]
@@ -287,9 +326,9 @@ def paper_prompts(model: Any, per_corpus: int = PAPER_PER_CORPUS) -> Prompts:
 
 
 def _load_column(path: str, config: str | None, split: str, column: str) -> list[str]:
-    from datasets import load_dataset  # heavy, and only this source needs it
-
     try:
+        from datasets import load_dataset  # heavy, and only this source needs it
+
         return list(load_dataset(path, config, split=split)[column])
     except Exception as error:  # the library raises many kinds, all of them mean "not loaded"
         raise LoadError(
@@ -303,13 +342,17 @@ def _load_column(path: str, config: str | None, split: str, column: str) -> list
 def _prompts(rows: Sequence[tuple[str, str]], source: str) -> Prompts:
     if not rows:
         raise LoadError(
-            f"There is no prompt in {source!r}", expected="at least one text", got="none"
+            f"There is no prompt in {source!r}",
+            expected="at least one text",
+            got="none",
+            fix="put one prompt on each line or row",
         )
     return Prompts(tuple(r[0] for r in rows), tuple(r[1] for r in rows), source)
 
 
 def _read_txt(text: str, source: str) -> list[tuple[str, str]]:
-    return [(line, "prompts") for line in text.splitlines() if line.strip()]
+    # Not splitlines(), which also splits at form feeds, U+0085, U+2028 and the like.
+    return [(line, "prompts") for line in text.split("\n") if line.strip()]
 
 
 def _read_csv(text: str, source: str) -> list[tuple[str, str]]:
@@ -317,7 +360,12 @@ def _read_csv(text: str, source: str) -> list[tuple[str, str]]:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         rows = list(reader)
     except csv.Error as error:
-        raise LoadError(f"{source!r} is not valid CSV", got=str(error)) from error
+        raise LoadError(
+            f"{source!r} is not valid CSV",
+            expected="a header with a column text, and quotes that are closed",
+            got=str(error),
+            fix="write the file anew with a CSV library",
+        ) from error
     return [_row(row, f"row {n}", source) for n, row in enumerate(rows, 2)]
 
 
@@ -330,7 +378,10 @@ def _read_jsonl(text: str, source: str) -> list[tuple[str, str]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise LoadError(
-                f"Line {number} of {source!r} is not JSON", got=str(error)[:200]
+                f"Line {number} of {source!r} is not JSON",
+                expected="one JSON object a line",
+                got=str(error)[:200],
+                fix="write the file anew with a JSON library",
             ) from error
         rows.append(_row(row, f"line {number}", source))
     return rows
@@ -344,7 +395,17 @@ def _row(row: Any, where: str, source: str) -> tuple[str, str]:
             f"There is no prompt at {where} of {source!r}",
             expected="a non-empty string named text, and perhaps a string named corpus",
             got=repr(row)[:120],
+            fix="fill it in, or leave it out",
         )
+    try:
+        (text + corpus).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise LoadError(
+            f"The prompt at {where} of {source!r} holds half a surrogate pair",
+            expected="text that UTF-8 can hold",
+            got=ascii(text)[:120],
+            fix="write the file anew from the original text",
+        ) from error
     return text, corpus
 
 
@@ -359,12 +420,18 @@ def _rows_of_ids(
     if isinstance(given, Tensor):
         return _rows_of_tensor(given, mask)
     if mask is not None:
-        raise InvalidInputError("A mask goes with a tensor of ids", got=type(given).__name__)
+        raise InvalidInputError(
+            "A mask goes with a tensor of ids",
+            expected="ids as a tensor [batch pos]",
+            got=type(given).__name__,
+            fix="leave the mask out, and choose padding='left' or 'right'",
+        )
     if not isinstance(given, Sequence) or not given:
         raise InvalidInputError(
             "There is no prompt",
             expected="texts, lists of ids, or a tensor of ids [batch pos]",
             got=repr(given)[:80],
+            fix="pass at least one prompt",
         )
     if all(isinstance(text, str) for text in given):
         return [encode(view, text) for text in given], tuple(given)
@@ -382,6 +449,7 @@ def _row_of_ids(row: Any) -> list[int]:
             "Prompts are texts, or lists of whole-number ids, and not a mix",
             expected="list[str] or list[list[int]], none empty",
             got=repr(row)[:80],
+            fix="turn texts into ids, or leave the empty ones out",
         )
     return list(values)
 
@@ -395,6 +463,7 @@ def _rows_of_tensor(
             "Ids are whole numbers of shape [batch pos]",
             expected="an integer tensor with at least one row and one column",
             got=f"{ids.dtype} of shape {list(ids.shape)}",
+            fix="pass one row of ids for each prompt",
         )
     if mask is None:
         return ids.tolist(), (None,) * len(ids)
@@ -403,6 +472,7 @@ def _rows_of_tensor(
             "The mask does not fit the ids",
             expected=f"shape {list(ids.shape)}, true or 1 where a token is",
             got=f"shape {list(mask.shape)}, values {mask.unique().tolist()[:5]}",
+            fix="pass the attention mask that came with these ids",
         )
     rows = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
     return rows, (None,) * len(rows)
@@ -427,8 +497,13 @@ def _with_bos(view: ModelView, row: list[int]) -> list[int]:
 
 
 def _cut(rows: list[list[int]], length: int, padding: str) -> list[list[int]]:
-    if length < 1:
-        raise InvalidInputError("A length is at least 1", expected="1 or more", got=length)
+    if not isinstance(length, int) or length < 1:
+        raise InvalidInputError(
+            "A length is a whole number of tokens",
+            expected="1 or more",
+            got=repr(length),
+            fix="choose another length, or None for whole prompts",
+        )
     short = [n for n, row in enumerate(rows) if len(row) < length]
     if short and padding == "none":
         raise InvalidInputError(
@@ -443,7 +518,12 @@ def _cut(rows: list[list[int]], length: int, padding: str) -> list[list[int]]:
 def _check_rows(view: ModelView, rows: list[list[int]]) -> None:
     for number, row in enumerate(rows):
         if not row:
-            raise InvalidInputError(f"Prompt {number} has no token", expected="one or more")
+            raise InvalidInputError(
+                f"Prompt {number} has no token",
+                expected="one or more",
+                got="a row that is masked throughout",
+                fix="leave it out",
+            )
         if len(row) > view.n_ctx:
             raise InvalidInputError(
                 f"Prompt {number} is longer than the model's context",
@@ -488,8 +568,12 @@ def _pad_id(view: ModelView) -> int:
 def _checked_corpora(corpora: Sequence[str] | None, n: int) -> tuple[str, ...]:
     if corpora is None:
         return ("prompts",) * n
-    if len(corpora) != n or not all(isinstance(c, str) for c in corpora):
+    names = tuple(corpora) if isinstance(corpora, Sequence) else ()
+    if isinstance(corpora, str) or len(names) != n or any(not isinstance(c, str) for c in names):
         raise InvalidInputError(
-            "Corpora are one name for each prompt", expected=f"{n} names", got=len(corpora)
+            "Corpora are one name for each prompt",
+            expected=f"{n} names",
+            got=repr(corpora)[:80],
+            fix="pass a list of strings, or None",
         )
-    return tuple(corpora)
+    return names

@@ -30,9 +30,9 @@ from sinkscope.experiments.massive_activations import (
 )
 from sinkscope.experiments.table1 import Table1, Table1Experiment
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import PAPER_SEED, TokenBatch
+from sinkscope.prompts import PAPER_LENGTH, PAPER_SEED, TokenBatch
 from sinkscope.published import applies_to, published
-from sinkscope.results import Result, dump_json, require_writable, write_text
+from sinkscope.results import Result, as_path, dump_json, require_writable, write_text
 from sinkscope.scores import IdentityReader
 
 SCHEMA_VERSION = 1
@@ -110,7 +110,7 @@ class Reproduction:
         Raises:
             WriteError: the directory or a file can't be written; files already there stay whole.
         """
-        root = Path(directory)
+        root = as_path(directory)
         for result in self.results.values():
             result.save(root / "arrays")
         write_text(root / "table1.csv", self.table1.to_dataframe().to_csv(index=False))
@@ -151,8 +151,9 @@ def reproduce(
     view = model_view(model)
     view.require_raw_weights("The paper's set of experiments")
     if out is not None:
-        require_writable(Path(out))
-    beside = applies_to(view, prompts_source)
+        require_writable(as_path(out))
+    papers_length = bool((batch.lengths == PAPER_LENGTH).all())
+    beside = papers_length and applies_to(view, prompts_source)
     not_applicable: dict[str, str] = {}
     made: dict[str, Experiment] = {
         "table1": Table1Experiment(view, batch, beside_published=beside),

@@ -6,25 +6,29 @@ A result holds numpy arrays, plain values and tuples of these. `save` writes `<k
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import math
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from sinkscope.errors import LoadError, WriteError
+from sinkscope.errors import InvalidInputError, LoadError, WriteError
 
 if TYPE_CHECKING:
     import pandas as pd
     from typing_extensions import Self
 
 SCHEMA_VERSION = 1
+_RUN_AGAIN = "run the experiment again and save it anew"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +57,16 @@ class Result(ABC):
             if isinstance(value, np.ndarray):
                 arrays[field.name] = value
             else:
-                plain[field.name] = value
+                plain[field.name] = _spelled(value)
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, allow_pickle=False, **arrays)
-        header = {"schema": SCHEMA_VERSION, "kind": self.kind, "values": plain}
-        root = Path(directory)
+        np.savez_compressed(buffer, **arrays)
+        header = {
+            "schema": SCHEMA_VERSION,
+            "kind": self.kind,
+            "values": plain,
+            "arrays_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
+        }
+        root = as_path(directory)
         write_bytes(root / f"{self.kind}.npz", buffer.getvalue())
         write_text(root / f"{self.kind}.json", dump_json(header))
         return root
@@ -69,25 +78,35 @@ class Result(ABC):
         Raises:
             LoadError: nothing there, damaged files, another kind, or a newer schema.
         """
-        root = Path(directory)
+        root = as_path(directory)
         header = _read_header(root / f"{cls.kind}.json", cls.kind)
         path = root / f"{cls.kind}.npz"
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            data = path.read_bytes()
+            with np.load(io.BytesIO(data), allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
         except Exception as error:  # zip, numpy and the system each have their own errors
             raise LoadError(
                 f"The arrays in {str(path)!r} can't be read",
                 expected="a file that this result's save() wrote",
                 got=f"{type(error).__name__}: {str(error)[:200]}",
+                fix=_RUN_AGAIN,
             ) from error
-        values = {name: _tuples(value) for name, value in header["values"].items()}
+        if hashlib.sha256(data).hexdigest() != header.get("arrays_sha256"):
+            raise LoadError(
+                f"{str(path)!r} does not belong to the {cls.kind}.json beside it",
+                expected="two files from one save()",
+                got="arrays of another save(), or damaged ones",
+                fix=_RUN_AGAIN,
+            )
+        values = {name: _read_back(value) for name, value in header["values"].items()}
         names = {field.name for field in fields(cls)}
         if names != set(values) | set(arrays):
             raise LoadError(
                 f"The saved {cls.kind} in {str(root)!r} does not have the fields of this version",
                 expected=", ".join(sorted(names)),
                 got=", ".join(sorted(set(values) | set(arrays))),
+                fix=_RUN_AGAIN,
             )
         return cls(**values, **arrays)
 
@@ -103,11 +122,24 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         numeric = np.issubdtype(a.dtype, np.floating)
         return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=numeric)
-    return type(a) is type(b) and a == b
+    return type(a) is type(b) and _spelled(a) == _spelled(b)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+def _spelled(value: Any) -> Any:
+    """A plain value with NaN and infinities as words, for JSON has none."""
+    if isinstance(value, tuple):
+        return [_spelled(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value
+
+
+def _read_back(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_read_back(v) for v in value)
+    if isinstance(value, dict):
+        return float(value["float"])
+    return value
 
 
 def _read_header(path: Path, kind: str) -> dict[str, Any]:
@@ -118,6 +150,7 @@ def _read_header(path: Path, kind: str) -> dict[str, Any]:
             f"There is no readable {kind} at {str(path)!r}",
             expected="a file that this result's save() wrote",
             got=f"{type(error).__name__}: {str(error)[:200]}",
+            fix=f"check the directory, or {_RUN_AGAIN}",
         ) from error
     ok = isinstance(header, dict) and isinstance(header.get("values"), dict)
     if not ok or header.get("kind") != kind or header.get("schema") != SCHEMA_VERSION:
@@ -127,11 +160,29 @@ def _read_header(path: Path, kind: str) -> dict[str, Any]:
             got=f"kind {header.get('kind')!r}, schema {header.get('schema')!r}"
             if ok
             else "something else",
+            fix=_RUN_AGAIN,
         )
     return header
 
 
 # --- writing ------------------------------------------------------------------------------
+
+
+def as_path(directory: str | os.PathLike[str]) -> Path:
+    """A directory's path.
+
+    Raises:
+        InvalidInputError: this is no path.
+    """
+    try:
+        return Path(directory)
+    except TypeError as error:
+        raise InvalidInputError(
+            "A directory is named by a string or a path",
+            expected="str or os.PathLike",
+            got=repr(directory)[:80],
+            fix="pass its path",
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -153,15 +204,17 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.write(data)
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise WriteError(
             f"{str(path)!r} can't be written",
             expected="a directory with room that this user may write to",
-            got=f"{type(error).__name__}: {error.strerror or error}",
-            fix="choose another --out directory",
+            got=f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}",
+            fix="choose another directory",
         ) from error
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)  # gone already if all went well
 
 
 def require_writable(directory: Path) -> None:

@@ -15,7 +15,7 @@ from sinkscope._types import LayerPatterns, Layers, PerKey, Residual
 from sinkscope.capture import stream
 from sinkscope.epe import coordinate_alignment
 from sinkscope.errors import IdentityError, InvalidInputError
-from sinkscope.metrics import NAN, causal_visibility
+from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
@@ -38,10 +38,11 @@ class ScoreTerms:
         key_bias: the same shape, `(n_i W_Q) . b_K`; depends on the query alone, so that the
             softmax does not see it.
         bias_bias: the same shape, `b_Q . b_K`; constant per head.
-        visible: `[batch query key]`, where the terms are scores at all.
+        visible: `[batch layer query key]`, where the terms are scores at all.
         layers: the layers of the second axis.
         bias_kind: "raw", or "effective" where folding has merged LN1's bias into b_Q.
-        max_error: largest |sum of terms - the model's own score| over visible pairs.
+        max_error: largest |sum of terms - the model's own score| over visible pairs; NaN where
+            the model does not show its scores.
         pattern_error: largest |softmax(sum of terms) - the model's own pattern| there.
         tolerance: what both errors had to stay under.
     """
@@ -50,7 +51,7 @@ class ScoreTerms:
     query_bias: LayerPatterns
     key_bias: LayerPatterns
     bias_bias: LayerPatterns
-    visible: Bool[Tensor, "batch query key"]
+    visible: Bool[Tensor, "batch layer query key"]
     layers: tuple[int, ...]
     bias_kind: str
     max_error: float
@@ -247,7 +248,8 @@ class IdentityReader:
     """Checks both identities layer by layer as the model computes its own scores.
 
     Attributes:
-        max_error: largest |sum of terms - the model's own score| so far.
+        max_error: largest |sum of terms - the model's own score| so far; NaN where the model
+            does not show its scores, so that only patterns can be compared.
         pattern_error: largest |softmax(sum of terms) - the model's own pattern| so far.
         tolerance: the largest tolerance that applied.
     """
@@ -255,18 +257,15 @@ class IdentityReader:
     def __init__(self, view: ModelView, layers: tuple[int, ...]) -> None:
         self._view = view
         self._layers = layers
+        self._kinds = ("attn_scores", "pattern") if view.scores_are_live() else ("pattern",)
         self._total: Tensor | None = None
         self._tolerance = 0.0
-        self.max_error = 0.0
+        self.max_error = 0.0 if "attn_scores" in self._kinds else NAN
         self.pattern_error = 0.0
         self.tolerance = 0.0
 
     def sites(self, view: ModelView) -> Sequence[Site]:
-        return [
-            Site(kind, layer)
-            for layer in self._layers
-            for kind in ("attn_in", "attn_scores", "pattern")
-        ]
+        return [Site(kind, la) for la in self._layers for kind in ("attn_in", *self._kinds)]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
         layer = _layer(site)
@@ -283,7 +282,7 @@ class IdentityReader:
                 f"The model computed {site} before what enters W_Q was seen",
                 fix="check the site map of this model",
             )
-        visible = causal_visibility(chunk.mask).to(tensor.device)[:, None]
+        visible = self._view.visible(layer, chunk.mask).to(tensor.device)[:, None]
         if site.kind == "attn_scores":
             error = (self._total - tensor).abs()
             what = "the sum of the four terms is not the model's own score"
@@ -293,7 +292,8 @@ class IdentityReader:
             own = self._total.masked_fill(~visible, -math.inf).softmax(-1)
             error = (own - tensor).abs()
             what = "softmax of the sum of the four terms is not the model's own pattern"
-            worst = _largest(error, visible, self._tolerance, layer, what)
+            tolerance = max(self._tolerance, _softmax_tolerance(tensor, visible))
+            worst = _largest(error, visible, tolerance, layer, what)
             self.pattern_error = max(self.pattern_error, worst)
             self._total = None
 
@@ -326,7 +326,7 @@ class _TermsReader(IdentityReader):
             query_bias=query_bias,
             key_bias=key_bias,
             bias_bias=bias_bias,
-            visible=causal_visibility(batch.mask),
+            visible=torch.stack([self._view.visible(la, batch.mask) for la in self._layers], 1),
             layers=self._layers,
             bias_kind="effective" if "folded" in self._view.parts.processed else "raw",
             max_error=self.max_error,
@@ -382,6 +382,13 @@ def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what:
             "otherwise than the model's authors",
         )
     return worst
+
+
+def _softmax_tolerance(pattern: Tensor, visible: Tensor) -> float:
+    """Many models compute the softmax in float32 whatever their dtype; their row sums tell."""
+    off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0)
+    single = bool(off.max() > TOLERANCE_FACTOR * _eps(pattern.dtype))
+    return TOLERANCE_FACTOR * _eps(torch.float32) if single else 0.0
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from sinkscope.ablations import Ablation, EditContext
 from sinkscope.capture import Progress, Reader, stream
-from sinkscope.errors import NotApplicableError
+from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.results import Result
@@ -65,6 +67,46 @@ def run_experiments(
         total(len(passes) * len(batch))
     for ablation, readers in passes:
         stream(view, batch, readers, ablation, batch_size=batch_size, progress=progress)
+
+
+def split_by_applicability(
+    view: ModelView, batch: TokenBatch, conditions: Mapping[str, Ablation]
+) -> tuple[dict[str, Ablation], tuple[tuple[str, str], ...]]:
+    """The conditions that the model has the parts for, and pairs of the others and the reason.
+
+    Raises:
+        InvalidInputError: no condition, or something that is not an ablation.
+        NotApplicableError: none of the conditions applies.
+    """
+    named = conditions.items() if isinstance(conditions, Mapping) else ()
+    if not named or any(not isinstance(ablation, Ablation) for _, ablation in named):
+        raise InvalidInputError(
+            "Conditions are ablations with a name",
+            expected="a mapping of names to ablations, at least one",
+            got=repr(conditions)[:120],
+            fix="pass some of sinkscope.PAPER_CONDITIONS, or None for all of them",
+        )
+    reasons = {name: applicable(view, ablation, batch) for name, ablation in named}
+    refused = tuple((name, reason) for name, reason in reasons.items() if reason is not None)
+    if len(refused) == len(reasons):
+        raise NotApplicableError(
+            "None of the conditions applies to this model",
+            expected="at least one condition that the model has the parts for",
+            got="; ".join(f"{name}: {reason}" for name, reason in refused)[:400],
+            fix="add the untouched model, ablations.Composition()",
+        )
+    return {name: a for name, a in named if reasons[name] is None}, refused
+
+
+def by_position(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Columns of `[batch ... pos]` in the order of each row's positions, padding at the end.
+
+    Rows of a left-padded batch hold position 0 in different columns; numbers per position
+    are taken over rows after this.
+    """
+    order = (~batch.mask).long().argsort(dim=1, stable=True)[:, : int(batch.lengths.max())]
+    index = order.to(values.device).reshape(len(order), *[1] * (values.ndim - 2), -1)
+    return values.gather(-1, index.expand(*values.shape[:-1], -1))
 
 
 def applicable(view: ModelView, ablation: Ablation, batch: TokenBatch) -> str | None:

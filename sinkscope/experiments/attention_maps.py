@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.ablations import PAPER_CONDITIONS, Ablation
 from sinkscope.capture import Progress
-from sinkscope.experiments._engine import Request, applicable, run_experiments
+from sinkscope.experiments._engine import Request, run_experiments, split_by_applicability
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.results import Result
@@ -103,12 +103,9 @@ class AttentionMapsExperiment:
         conditions = PAPER_CONDITIONS if conditions is None else conditions
         self._layers = view.layers(layers)
         self._tokens = _token_texts(view, batch)
-        reasons = {name: applicable(view, a, batch) for name, a in conditions.items()}
-        self._not_applicable = tuple((n, reason) for n, reason in reasons.items() if reason)
+        applied, self._not_applicable = split_by_applicability(view, batch, conditions)
         self._readers = {
-            name: (ablation, _FirstPromptReader(self._layers))
-            for name, ablation in conditions.items()
-            if reasons[name] is None
+            name: (ablation, _FirstPromptReader(self._layers)) for name, ablation in applied.items()
         }
 
     def requests(self) -> Sequence[Request]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sinkscope.ablations import Composition
 from sinkscope.capture import Progress
-from sinkscope.experiments._engine import Request, run_experiments
+from sinkscope.experiments._engine import Request, by_position, run_experiments
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.results import Result
@@ -27,7 +27,8 @@ class Delta(Result):
     """Delta of every prompt, layer, head and position.
 
     Attributes:
-        values: `[prompt layer head pos]`, NaN at padding.
+        values: `[prompt layer head pos]`, positions from each prompt's first token, NaN after
+            its last.
         convention: "paper" (unscaled, minimum over positions 0) or "score".
     """
 
@@ -44,6 +45,8 @@ class Delta(Result):
     @property
     def separated_layers(self) -> tuple[int, ...]:
         """Layers where position 0's p10 is above every other position's p90."""
+        if self.values.shape[-1] == 1:
+            return ()
         p10, _, p90 = self.percentiles
         return tuple(int(la) for la in np.nonzero(p10[:, 0] > p90[:, 1:].max(1))[0])
 
@@ -76,6 +79,7 @@ class DeltaExperiment:
     """Asks for Delta on the untouched model."""
 
     def __init__(self, view: ModelView, batch: TokenBatch, convention: str = "paper") -> None:
+        self._batch = batch
         self._convention = convention
         self._reader = ShiftReader(view, convention, tuple(range(view.n_layers)))
 
@@ -83,7 +87,8 @@ class DeltaExperiment:
         return [(Composition(), self._reader)]
 
     def result(self) -> Delta:
-        return Delta(values=self._reader.result().cpu().numpy(), convention=self._convention)
+        values = by_position(self._reader.result(), self._batch)
+        return Delta(values=values.cpu().numpy(), convention=self._convention)
 
 
 def run(

@@ -10,7 +10,7 @@ import numpy as np
 
 from sinkscope.capture import Progress
 from sinkscope.epe import extract_epe
-from sinkscope.experiments._engine import Request, run_experiments
+from sinkscope.experiments._engine import Request, by_position, run_experiments
 from sinkscope.fidelity import BLOCK_FORMS, FirstBlockReader, MlpFidelityReader, block_fidelity
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
@@ -28,7 +28,8 @@ class EpeFidelity(Result):
     """Cosines of every prompt and position, in three forms; see `fidelity.epe_fidelity`.
 
     Attributes:
-        mlp: `[prompt pos]`, through the MLP alone.
+        mlp: `[prompt pos]`, through the MLP alone; positions from each prompt's first token,
+            NaN after its last, here and below.
         block: `[prompt pos]`, through the first block without a causal mask (the paper's).
         causal_block: `[prompt pos]`, through the first block as the model runs it.
         through_ln: the form of the EPE.
@@ -99,12 +100,9 @@ class EpeFidelityExperiment:
             form: block_fidelity(self._epe, self._batch, *(r.result() for _, r in requests))
             for form, requests in self._blocks.items()
         }
-        return EpeFidelity(
-            mlp=self._mlp.result().cpu().numpy(),
-            block=cosines["block"].cpu().numpy(),
-            causal_block=cosines["causal_block"].cpu().numpy(),
-            through_ln=self._epe.through_ln,
-        )
+        cosines["mlp"] = self._mlp.result()
+        aligned = {form: by_position(c, self._batch).cpu().numpy() for form, c in cosines.items()}
+        return EpeFidelity(**aligned, through_ln=self._epe.through_ln)
 
 
 def run(

@@ -10,9 +10,9 @@ import numpy as np
 
 from sinkscope.ablations import PAPER_CONDITIONS, Ablation
 from sinkscope.capture import Progress
-from sinkscope.errors import InvalidInputError
-from sinkscope.experiments._engine import Request, applicable, run_experiments
-from sinkscope.measures import LayerReader, reduce_sink_score
+from sinkscope.experiments._engine import Request, run_experiments, split_by_applicability
+from sinkscope.measures import PatternReader
+from sinkscope.metrics import sink_score
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.published import published
@@ -88,8 +88,7 @@ class Table1(Result):
         return {"published": value, "published_stderr": stderr, "difference": mean - value}
 
     def _corpora(self) -> list[str]:
-        named = list(dict.fromkeys(self.corpora))
-        return [*named, POOLED] if named != [POOLED] else named
+        return [name for name in dict.fromkeys(self.corpora) if name != POOLED] + [POOLED]
 
     def summary(self) -> dict[str, Any]:
         """The rows of the table, the layers, every prompt's value, and what did not apply."""
@@ -121,17 +120,13 @@ class Table1Experiment:
         beside_published: bool = False,
     ) -> None:
         conditions = PAPER_CONDITIONS if conditions is None else conditions
-        if not conditions:
-            raise InvalidInputError("A table needs at least one condition")
-        reasons = {name: applicable(view, a, batch) for name, a in conditions.items()}
+        applied, self._not_applicable = split_by_applicability(view, batch, conditions)
         self._batch = batch
         self._mid_layers = tuple(view.mid_layers)
         self._beside_published = beside_published
-        self._not_applicable = tuple((n, reason) for n, reason in reasons.items() if reason)
         self._readers = {
-            name: (ablation, LayerReader("pattern", range(view.n_layers), reduce_sink_score))
-            for name, ablation in conditions.items()
-            if reasons[name] is None
+            name: (ablation, PatternReader(range(view.n_layers), sink_score))
+            for name, ablation in applied.items()
         }
 
     def requests(self) -> Sequence[Request]:
