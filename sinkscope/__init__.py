@@ -4,8 +4,8 @@ The way through: a model (`load_model`, `model_view`), prompts (`token_batch`), 
 (`extract_epe`, `coordinate_alignment`, `epe_bias_alignment`, `query_bias`,
 `find_massive_coordinates`), runs (`decompose_scores`, `source_agnostic_shift`,
 `epe_fidelity`, `patterns`, `sink_score`, `sink_rate`, `sink_position`, `value_norms`,
-`residual_norms`), changes (`ablations`, `PAPER_CONDITIONS`), and the paper's results
-(`experiments`, `reproduce`).
+`residual_norms`), changes (`ablations`, `PAPER_CONDITIONS`), the paper's results
+(`experiments`, `reproduce`), and figures of them (`plots`).
 
 Names are loaded on use, so that importing sinkscope stays light.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinkscope import ablations as ablations
     from sinkscope import experiments as experiments
+    from sinkscope import plots as plots
     from sinkscope.ablations import PAPER_CONDITIONS as PAPER_CONDITIONS
     from sinkscope.ablations import Ablation as Ablation
     from sinkscope.epe import EPE as EPE
@@ -95,9 +96,9 @@ _HOMES = {
     "sites": ("Site",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("ablations", "experiments", "metrics", "published")
+_MODULES = ("ablations", "experiments", "metrics", "plots", "published")
 
-__all__ = sorted([*_HOME_OF, "ablations", "experiments"])  # noqa: PLE0605
+__all__ = sorted([*_HOME_OF, "ablations", "experiments", "plots"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "reproduce",
         help="all of the paper's experiments on one model",
         description="All of the paper's experiments on one model: prints Table 1, and writes "
-        "results.json, table1.csv and the arrays behind them.",
+        "results.json, table1.csv, the arrays behind them, the figures and report.html.",
     )
     _add_model_options(reproduce)
     reproduce.add_argument(
@@ -71,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     reproduce.add_argument(
         "--batch-size", type=int, default=64, metavar="N", help="prompts per pass (default: 64)"
+    )
+    reproduce.add_argument(
+        "--plotlyjs",
+        choices=("inline", "cdn"),
+        default="inline",
+        help="report.html with plotly.js in it, or a small one that links it (default: inline)",
     )
     reproduce.set_defaults(run=_reproduce)
 
@@ -119,6 +125,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
 
     from sinkscope.model import model_view
     from sinkscope.prompts import fold_whitespace, load_prompts, token_batch
+    from sinkscope.report import write_figures, write_report
     from sinkscope.reproduction import reproduce
     from sinkscope.results import require_writable
 
@@ -147,7 +154,9 @@ def _reproduce(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
     _print_table1(result, batch)
-    _say(f"Written: {out / 'results.json'}, {out / 'table1.csv'}")
+    write_figures(result, out / "figures")
+    write_report(result, out / "report.html", arguments.plotlyjs)
+    _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
 
 
 def _epe(arguments: argparse.Namespace) -> None:
@@ -267,10 +276,11 @@ def _print_table1(result: Reproduction, batch: TokenBatch) -> None:
     _print_table(header, rows)
     for name, reason in result.table1.not_applicable:
         _say(f"{name}: {reason}")
-    if result.identities is not None:
+    terms = result.score_terms
+    if terms is not None:
         print(
-            "Identities of the score decomposition hold to {score:.1e} (scores) and "
-            "{pattern:.1e} (patterns), tolerance {tolerance:.1e}".format(**result.identities)
+            f"Identities of the score decomposition hold to {terms.max_error:.1e} (scores) and "
+            f"{terms.pattern_error:.1e} (patterns), tolerance {terms.tolerance:.1e}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from importlib import resources
 from pathlib import Path
@@ -44,7 +45,7 @@ def load_model(
     """
     dtype = _dtype(dtype)
     device = _device(device)
-    if tokenizer is not None and not callable(tokenizer):
+    if tokenizer is not None and not _is_tokenizer(tokenizer):
         raise InvalidInputError(
             "This is not a tokenizer",
             expected="a transformers tokenizer, or None",
@@ -73,6 +74,12 @@ def load_model(
             fix="a model that is hooked already needs no loading: pass it as it is",
         )
     return _wrap(model, tokenizer, str(getattr(model.config, "name_or_path", "")) or "model")
+
+
+def _is_tokenizer(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return isinstance(tokenizer, PreTrainedTokenizerBase)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -152,7 +159,7 @@ def _wrap(hf_model: Any, tokenizer: Any, name: str) -> Any:
             hf_model,
             architectures[0],
             hf_config=hf_model.config,
-            tokenizer=tokenizer,
+            tokenizer=None if tokenizer is None else _as_it_is(tokenizer),
             model_name=name,
         )
     except Exception as error:  # adapters fail in their own ways on models they don't fit
@@ -164,3 +171,19 @@ def _wrap(hf_model: Any, tokenizer: Any, name: str) -> Any:
         ) from error
     bridge.eval()
     return bridge
+
+
+def _as_it_is(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that says which BOS it has, and that TransformerLens takes as it is.
+
+    TransformerLens changes the tokenizer it gets: it loads it anew by its name, with a BOS put
+    in front of every text, and takes the EOS for a BOS where there is none.
+    """
+    own = copy.deepcopy(tokenizer)
+    own.init_kwargs = {
+        "name_or_path": str(tokenizer.name_or_path),
+        **tokenizer.init_kwargs,
+        "add_bos_token": True,
+        "bos_token": tokenizer.bos_token,
+    }
+    return own

@@ -290,6 +290,11 @@ class ModelView:
         return _indices(heads, None, self.n_heads, "head")
 
     @property
+    def bias_kind(self) -> str:
+        """What b_Q holds: "effective" where folding has merged LN1's bias into it, else "raw"."""
+        return "effective" if "folded" in self.parts.processed else "raw"
+
+    @property
     def mid_layers(self) -> range:
         """The paper's layers: without the first quarter and the last one (3..10 of 12)."""
         return range(self.n_layers // 4, self.n_layers - 1)

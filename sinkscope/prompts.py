@@ -101,6 +101,22 @@ class TokenBatch:
             yield self.select(slice(start, start + size))
 
 
+def require_batch(batch: Any) -> TokenBatch:
+    """The batch itself, if it is one.
+
+    Raises:
+        InvalidInputError: it is not.
+    """
+    if not isinstance(batch, TokenBatch):
+        raise InvalidInputError(
+            "This is not a batch of prompts",
+            expected="a TokenBatch",
+            got=type(batch).__name__,
+            fix="make one with sinkscope.token_batch(model, texts_or_ids)",
+        )
+    return batch
+
+
 @dataclass(frozen=True)
 class Prompts:
     """Texts with the corpus that each is from.
@@ -121,7 +137,9 @@ class Prompts:
 
 def token_batch(
     model: Any,
-    texts_or_token_ids: str | Prompts | Sequence[str] | Sequence[Sequence[int]] | Tensor,
+    texts_or_token_ids: (
+        str | Prompts | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
+    ),
     length: int | None = None,
     *,
     bos: Literal["none", "prepend"] = "none",
@@ -133,7 +151,8 @@ def token_batch(
 
     Args:
         model: a hooked model or its view, for its tokenizer, vocabulary and `n_ctx`.
-        texts_or_token_ids: texts, lists of ids, or an integer tensor `[batch pos]`.
+        texts_or_token_ids: texts, lists of ids, or an integer tensor `[batch pos]`; a single
+            text or list is a batch of one.
         length: cut every row to its first `length` tokens; shorter rows are an error unless
             `padding` says otherwise.
         bos: "none" leaves the ids as the tokenizer gives them without special tokens;
@@ -182,7 +201,7 @@ def token_batch(
         ids = torch.where(filled, texts_or_token_ids.cpu().long(), _pad_id(view))
     else:
         ids, filled = _rectangle(rows, padding, _pad_id(view))
-    bos_id = getattr(view.tokenizer, "bos_token_id", None)
+    bos_id = _bos_id(view)
     return TokenBatch(
         ids=ids,
         mask=filled,
@@ -478,8 +497,16 @@ def _rows_of_tensor(
     return rows, (None,) * len(rows)
 
 
+def _bos_id(view: ModelView) -> int | None:
+    """The tokenizer's BOS; None where it has none and TransformerLens took its EOS for one."""
+    declared = getattr(view.tokenizer, "init_kwargs", None) or {}
+    if "bos_token" in declared and declared["bos_token"] is None:
+        return None
+    return getattr(view.tokenizer, "bos_token_id", None)
+
+
 def _with_bos(view: ModelView, row: list[int]) -> list[int]:
-    bos_id = getattr(view.tokenizer, "bos_token_id", None)
+    bos_id = _bos_id(view)
     if bos_id is None:
         raise InvalidInputError(
             "There is no BOS token to put in front",

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import sinkscope
-from sinkscope.ablations import Composition
 from sinkscope.capture import Progress
 from sinkscope.errors import NotApplicableError
-from sinkscope.experiments._engine import Experiment, Request, Total, run_experiments
+from sinkscope.experiments._engine import Experiment, Total, run_experiments
 from sinkscope.experiments.attention_maps import AttentionMaps, AttentionMapsExperiment
 from sinkscope.experiments.coordinate_alignment import (
     CoordinateAlignment,
@@ -28,12 +27,12 @@ from sinkscope.experiments.massive_activations import (
     MassiveActivations,
     MassiveActivationsExperiment,
 )
+from sinkscope.experiments.score_terms import QueryTerms, ScoreTermsExperiment
 from sinkscope.experiments.table1 import Table1, Table1Experiment
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import PAPER_LENGTH, PAPER_SEED, TokenBatch
+from sinkscope.prompts import PAPER_LENGTH, PAPER_SEED, TokenBatch, require_batch
 from sinkscope.published import applies_to, published
 from sinkscope.results import Result, as_path, dump_json, require_writable, write_text
-from sinkscope.scores import IdentityReader
 
 SCHEMA_VERSION = 1
 _PACKAGES = ("torch", "transformers", "transformer-lens", "numpy")
@@ -45,7 +44,6 @@ class Reproduction:
 
     Attributes:
         provenance: model, weights hash, versions, dtype, prompts and the like.
-        identities: the largest errors of the score decomposition over the whole run.
         not_applicable: result name -> why this model has no such result.
     """
 
@@ -57,7 +55,7 @@ class Reproduction:
     coordinate_alignment: CoordinateAlignment | None
     epe_bias_alignment: EpeBiasAlignment | None
     massive_activations: MassiveActivations | None
-    identities: Mapping[str, float] | None
+    score_terms: QueryTerms | None
     not_applicable: Mapping[str, str]
 
     @property
@@ -70,6 +68,7 @@ class Reproduction:
             "coordinate_alignment": self.coordinate_alignment,
             "epe_bias_alignment": self.epe_bias_alignment,
             "massive_activations": self.massive_activations,
+            "score_terms": self.score_terms,
             "attention_maps": self.attention_maps,
         }
         return {name: result for name, result in named.items() if result is not None}
@@ -79,7 +78,6 @@ class Reproduction:
         content: dict[str, Any] = {
             "schema": SCHEMA_VERSION,
             "provenance": dict(self.provenance),
-            "identities": self.identities,
             "not_applicable": dict(self.not_applicable),
         }
         content |= {name: result.summary() for name, result in self.results.items()}
@@ -149,6 +147,7 @@ def reproduce(
         ProcessedWeightsError: the weights were folded or centred.
     """
     view = model_view(model)
+    require_batch(batch)
     view.require_raw_weights("The paper's set of experiments")
     if out is not None:
         require_writable(as_path(out))
@@ -165,7 +164,7 @@ def reproduce(
         "coordinate_alignment": CoordinateAlignmentExperiment,
         "epe_bias_alignment": EpeBiasAlignmentExperiment,
         "massive_activations": MassiveActivationsExperiment,
-        "identities": _Identities,
+        "score_terms": ScoreTermsExperiment,
     }
     for name, make in optional.items():
         try:
@@ -180,10 +179,8 @@ def reproduce(
         total=total,
         progress=progress,
     )
-    identities = made.pop("identities", None)
     results: dict[str, Any] = dict.fromkeys((*optional, *made))
     results |= {name: experiment.result() for name, experiment in made.items()}
-    results["identities"] = identities.errors() if isinstance(identities, _Identities) else None
     reproduction = Reproduction(
         provenance=provenance(view, batch, prompts_source, batch_size),
         not_applicable=not_applicable,
@@ -192,29 +189,6 @@ def reproduce(
     if out is not None:
         reproduction.save(out)
     return reproduction
-
-
-class _Identities:
-    """Rides along in the untouched model's pass and checks the score decomposition."""
-
-    def __init__(self, view: ModelView, batch: TokenBatch) -> None:
-        view.require_query_bias()
-        self._reader = IdentityReader(view, tuple(range(view.n_layers)))
-
-    def requests(self) -> list[Request]:
-        return [(Composition(), self._reader)]
-
-    def errors(self) -> dict[str, float]:
-        """The largest errors and the tolerance."""
-        return {
-            "score": self._reader.max_error,
-            "pattern": self._reader.pattern_error,
-            "tolerance": self._reader.tolerance,
-        }
-
-    def result(self) -> Any:
-        """Not a result of its own."""
-        raise NotImplementedError
 
 
 def provenance(
@@ -236,6 +210,7 @@ def provenance(
         "prompts": prompts_source,
         "n_prompts": len(batch),
         "prompt_lengths": [int(batch.lengths.min()), int(batch.lengths.max())],
+        "lengths": batch.lengths.tolist(),
         "prompts_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         "starts_with_bos": sum(batch.bos),
         "seed": PAPER_SEED,

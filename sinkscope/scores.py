@@ -328,7 +328,7 @@ class _TermsReader(IdentityReader):
             bias_bias=bias_bias,
             visible=torch.stack([self._view.visible(la, batch.mask) for la in self._layers], 1),
             layers=self._layers,
-            bias_kind="effective" if "folded" in self._view.parts.processed else "raw",
+            bias_kind=self._view.bias_kind,
             max_error=self.max_error,
             pattern_error=self.pattern_error,
             tolerance=self.tolerance,

@@ -17,6 +17,7 @@ EXPERIMENTS = (
     "coordinate_alignment",
     "epe_bias_alignment",
     "massive_activations",
+    "score_terms",
     "attention_maps",
 )
 

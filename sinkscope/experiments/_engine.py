@@ -11,7 +11,7 @@ from sinkscope.ablations import Ablation, EditContext
 from sinkscope.capture import Progress, Reader, stream
 from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import TokenBatch
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
 
 Request = tuple[Ablation, Reader]
@@ -54,6 +54,7 @@ def run_experiments(
         progress: told how many prompts are done, after each chunk.
     """
     view = model_view(model)
+    require_batch(batch)
     passes: list[tuple[Ablation, list[Reader]]] = []
     for experiment in experiments:
         for ablation, reader in experiment.requests():
@@ -78,6 +79,7 @@ def split_by_applicability(
         InvalidInputError: no condition, or something that is not an ablation.
         NotApplicableError: none of the conditions applies.
     """
+    require_batch(batch)
     named = conditions.items() if isinstance(conditions, Mapping) else ()
     if not named or any(not isinstance(ablation, Ablation) for _, ablation in named):
         raise InvalidInputError(
@@ -117,3 +119,11 @@ def applicable(view: ModelView, ablation: Ablation, batch: TokenBatch) -> str | 
     except NotApplicableError as error:
         return str(error)
     return None
+
+
+def token_texts(view: ModelView, batch: TokenBatch, row: int) -> tuple[str, ...]:
+    """What each position of a row holds, as text; ids where there is no tokenizer."""
+    ids = batch.ids[row][batch.mask[row]].tolist()
+    if view.tokenizer is None:
+        return tuple(str(i) for i in ids)
+    return tuple(view.tokenizer.decode([i]) for i in ids)

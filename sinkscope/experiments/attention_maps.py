@@ -12,9 +12,14 @@ from torch import Tensor
 
 from sinkscope.ablations import PAPER_CONDITIONS, Ablation
 from sinkscope.capture import Progress
-from sinkscope.experiments._engine import Request, run_experiments, split_by_applicability
+from sinkscope.experiments._engine import (
+    Request,
+    run_experiments,
+    split_by_applicability,
+    token_texts,
+)
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import TokenBatch
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
 from sinkscope.sites import Site
 
@@ -102,7 +107,7 @@ class AttentionMapsExperiment:
     ) -> None:
         conditions = PAPER_CONDITIONS if conditions is None else conditions
         self._layers = view.layers(layers)
-        self._tokens = _token_texts(view, batch)
+        self._tokens = token_texts(view, batch, 0)
         applied, self._not_applicable = split_by_applicability(view, batch, conditions)
         self._readers = {
             name: (ablation, _FirstPromptReader(self._layers)) for name, ablation in applied.items()
@@ -119,13 +124,6 @@ class AttentionMapsExperiment:
             tokens=self._tokens,
             not_applicable=self._not_applicable,
         )
-
-
-def _token_texts(view: ModelView, batch: TokenBatch) -> tuple[str, ...]:
-    ids = batch.ids[0][batch.mask[0]].tolist()
-    if view.tokenizer is None:
-        return tuple(str(i) for i in ids)
-    return tuple(view.tokenizer.decode([i]) for i in ids)
 
 
 def run(
@@ -148,7 +146,7 @@ def run(
         progress: told how many prompts are done.
     """
     view = model_view(model)
-    first = batch.select([0])
+    first = require_batch(batch).select([0])
     experiment = AttentionMapsExperiment(view, first, conditions, layers)
     run_experiments(view, first, [experiment], batch_size=batch_size, progress=progress)
     return experiment.result()

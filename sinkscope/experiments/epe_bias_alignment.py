@@ -12,7 +12,7 @@ from sinkscope.capture import Progress
 from sinkscope.epe import epe_bias_alignment
 from sinkscope.experiments._engine import Request
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import TokenBatch
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def run(
         ProcessedWeightsError: the weights were folded or centred.
     """
     view = model_view(model)
-    n_positions = min(40, view.n_ctx) if batch is None else int(batch.lengths.max())
+    n_positions = min(40, view.n_ctx)
+    if batch is not None:
+        n_positions = int(require_batch(batch).lengths.max())
     cosines = epe_bias_alignment(view, n_positions=n_positions)
     return EpeBiasAlignment(cosines=cosines.cpu().numpy())

@@ -11,6 +11,7 @@ import torch
 
 from sinkscope.capture import Progress
 from sinkscope.epe import extract_epe
+from sinkscope.errors import InvalidInputError
 from sinkscope.experiments._engine import Request
 from sinkscope.massive import MeanStd, MedianRatio, Rule, TopK, find_massive_coordinates
 from sinkscope.model import ModelView, model_view
@@ -121,6 +122,13 @@ def run(
         NotApplicableError: no learned positions or no first MLP.
         ProcessedWeightsError: the weights were folded or centred.
     """
+    if not isinstance(rules, Sequence):
+        raise InvalidInputError(
+            "Rules come as a list",
+            expected="a sequence of rules, such as [MeanStd(3.0), TopK(3)]",
+            got=repr(rules)[:80],
+            fix="put brackets around a single rule",
+        )
     epe = extract_epe(model_view(model))
     found = [find_massive_coordinates(epe.vectors[0], rule) for rule in rules]
     return MassiveActivations(

@@ -1,0 +1,364 @@
+"""One HTML page of a run: what ran, the verdict, Table 1, every figure, and how to repeat it.
+
+The page works offline. Figures lie in it as data and are drawn when they come into view. All
+text that comes from prompts, models or paths is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from sinkscope import metrics
+from sinkscope.errors import InvalidInputError
+from sinkscope.experiments.attention_maps import AttentionMaps
+from sinkscope.reproduction import Reproduction
+from sinkscope.results import write_text
+from sinkscope.verdict import verdict
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PlotlyJs = Literal["inline", "cdn"]
+MOVED_BY = "Swap EPE"
+"""The condition beside the baseline in the figure of sink positions: the one that moves a sink."""
+
+
+def figures(run: Reproduction) -> dict[str, go.Figure]:
+    """Every figure that a run's results allow, by name, in reading order.
+
+    Args:
+        run: a finished reproduction.
+    """
+    from sinkscope import plots
+
+    name = str(run.provenance["model"])
+    beside = run.table1.beside_published
+    layer, head = strongest_head(run)
+    drawn: dict[str, go.Figure] = {
+        "table1_bars": plots.table1_bars(run.table1, model=name),
+        "sink_score_map": plots.sink_score_map(run.table1, model=name),
+    }
+    if run.massive_activations is not None:
+        drawn["massive_line"] = plots.massive_line(run.massive_activations, model=name)
+    if run.coordinate_alignment is not None:
+        drawn["coordinate_histogram"] = plots.coordinate_histogram(
+            run.coordinate_alignment, published=beside, model=name
+        )
+        drawn["shift_share_bars"] = plots.shift_share_bars(
+            run.coordinate_alignment, layer, head, model=name
+        )
+    if run.epe_bias_alignment is not None:
+        drawn["epe_bias_histogram"] = plots.epe_bias_histogram(run.epe_bias_alignment, model=name)
+    if run.delta is not None:
+        drawn["delta_histogram"] = plots.delta_histogram(run.delta, model=name)
+        drawn["delta_ribbon"] = plots.delta_ribbon(run.delta, published=beside, model=name)
+    if run.epe_fidelity is not None:
+        drawn["fidelity_ribbon"] = plots.fidelity_ribbon(
+            run.epe_fidelity, published=beside, model=name
+        )
+    if run.score_terms is not None:
+        drawn["score_terms_bars"] = plots.score_terms_bars(
+            run.score_terms, layer=layer, head=head, model=name
+        )
+    drawn["attention_maps"] = plots.attention_maps(run.attention_maps, model=name)
+    if MOVED_BY in run.attention_maps.conditions:
+        before, after = (_sink_positions(run.attention_maps, c) for c in ("Baseline", MOVED_BY))
+        drawn["sink_positions"] = plots.sink_positions(
+            before, after, names=("Baseline", MOVED_BY), model=name
+        )
+    return drawn
+
+
+def strongest_head(run: Reproduction) -> tuple[int, int]:
+    """Layer and head with the strongest sink on the untouched model, among the mid layers."""
+    layers = list(run.table1.mid_layers)
+    scores = run.table1.scores[0][:, layers].mean(0)
+    row, head = np.unravel_index(int(scores.argmax()), scores.shape)
+    return layers[int(row)], int(head)
+
+
+def _sink_positions(maps: AttentionMaps, condition: str) -> np.ndarray:
+    """`[layer head]`, where the mapped prompt's attention goes under a condition."""
+    patterns = torch.from_numpy(maps.patterns[maps.conditions.index(condition)])
+    mask = torch.ones(patterns.shape[0], patterns.shape[-1], dtype=torch.bool)
+    return metrics.sink_position(metrics.received_attention(patterns, mask), mask).numpy()
+
+
+def write_figures(run: Reproduction, directory: Path) -> None:
+    """Each figure as a page of its own, all sharing one plotly.js beside them.
+
+    Raises:
+        WriteError: the directory or a file can't be written.
+    """
+    from plotly.offline import get_plotlyjs
+
+    from sinkscope.plots import HTML_CONFIG
+
+    write_text(directory / "plotly.min.js", get_plotlyjs())
+    for name, figure in figures(run).items():
+        page = figure.to_html(include_plotlyjs="directory", config=HTML_CONFIG)
+        write_text(directory / f"{name}.html", page)
+
+
+def write_report(run: Reproduction, path: Path, plotlyjs: PlotlyJs = "inline") -> None:
+    """Write the report.
+
+    Args:
+        run: a finished reproduction.
+        path: the file, as a rule `report.html` in the run's directory.
+        plotlyjs: "inline" puts plotly.js into the page, so that it works offline; "cdn" links
+            it, for a page of a few hundred kilobytes that needs the network.
+
+    Raises:
+        WriteError: the file can't be written.
+    """
+    write_text(path, report_html(run, plotlyjs))
+
+
+def report_html(run: Reproduction, plotlyjs: PlotlyJs = "inline") -> str:
+    """The report as text, see `write_report`."""
+    from sinkscope.plots import READING
+
+    if plotlyjs not in ("inline", "cdn"):
+        raise InvalidInputError(
+            "Unknown source of plotly.js", expected="'inline' or 'cdn'", got=repr(plotlyjs)
+        )
+    drawn = figures(run)
+    sections = [
+        _section("What ran", _provenance(run)),
+        _section("Verdict", _verdict(run)),
+        _section("Table 1", _table1(run)),
+        *(
+            _section(_TITLES[name], f"<p>{_text(READING[name])}</p>{_figure(name, figure)}")
+            for name, figure in drawn.items()
+        ),
+        _section("Do the sums hold?", _identities(run)),
+        _section("Not applicable", _not_applicable(run)) if run.not_applicable else "",
+        _section("Repeat it", _repeat(run)),
+    ]
+    title = f"Attention sinks in {run.provenance['model']}"
+    contents = "".join(f'<li><a href="#{_anchor(t)}">{_text(t)}</a></li>' for t in _toc(run, drawn))
+    return _PAGE.format(
+        title=_text(title),
+        style=_STYLE,
+        plotly=_plotly_script(plotlyjs),
+        contents=contents,
+        sections="\n".join(sections),
+        script=_SCRIPT,
+    )
+
+
+_TITLES = {
+    "table1_bars": "Sink score under each condition",
+    "sink_score_map": "Sink score of every head",
+    "massive_line": "Massive activations of EPE_0",
+    "coordinate_histogram": "Query bias by coordinate",
+    "shift_share_bars": "Which coordinates carry the query-bias term",
+    "epe_bias_histogram": "Query bias and positions",
+    "delta_histogram": "The source-agnostic shift",
+    "delta_ribbon": "The source-agnostic shift by layer",
+    "fidelity_ribbon": "How far the EPE stands for positions",
+    "score_terms_bars": "The scores of one query",
+    "attention_maps": "Attention of one prompt",
+    "sink_positions": "Where the sink is",
+}
+
+
+def _toc(run: Reproduction, drawn: Iterable[str]) -> list[str]:
+    head = ["What ran", "Verdict", "Table 1", *(_TITLES[name] for name in drawn)]
+    tail = ["Not applicable"] if run.not_applicable else []
+    return [*head, "Do the sums hold?", *tail, "Repeat it"]
+
+
+# --- sections -----------------------------------------------------------------------------
+
+
+def _provenance(run: Reproduction) -> str:
+    p = run.provenance
+    low, high = p["prompt_lengths"]
+    length = f"{low}" if low == high else f"{low} to {high}"
+    starts = f"{p['starts_with_bos']} of {p['n_prompts']} start with the BOS token"
+    rows = [
+        ("Model", f"{p['model']} ({p['architecture']})"),
+        ("Size", f"{p['n_layers']} layers, {p['n_heads']} heads, d_model {p['d_model']}"),
+        ("Weights", f"{p['dtype']} on {p['device']}, SHA-256 {p['weights_sha256']}"),
+        ("Prompts", f"{p['n_prompts']} from {p['prompts']}, {length} tokens each; {starts}"),
+        ("First prompt", " ".join(repr(t)[1:-1] for t in run.attention_maps.tokens)),
+        ("Versions", f"sinkscope {p['sinkscope']}, Python {p['python']}, " + _versions(p)),
+    ]
+    return _table(None, rows)
+
+
+def _versions(provenance: Any) -> str:
+    return ", ".join(f"{name} {version}" for name, version in provenance["packages"].items())
+
+
+def _verdict(run: Reproduction) -> str:
+    words = verdict(run.table1, np.asarray(run.provenance["lengths"]))
+    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.sentences)
+    return f'<p class="headline">{_text(words.headline)}</p><ul>{items}</ul>'
+
+
+def _table1(run: Reproduction) -> str:
+    frame = run.table1.to_dataframe()
+    formats: dict[str, Callable[[Any], str]] = {
+        "sink_score": "{:.4f}".format,
+        "stderr": "{:.4f}".format,
+        "relative": "{:.1%}".format,
+        "all_layers": "{:.4f}".format,
+        "published": "{:.4f}".format,
+        "published_stderr": "{:.4f}".format,
+        "difference": "{:+.4f}".format,
+    }
+    rows = [
+        [formats.get(column, str)(value) for column, value in row.items()]
+        for row in frame.to_dict("records")
+    ]
+    layers = run.table1.mid_layers
+    note = (
+        f"sink_score: mean attention to position 0 from the second half of each prompt, layers "
+        f"{layers[0]} to {layers[-1]}; stderr: of the mean over prompts; relative: to the "
+        "untouched model; all_layers: the same mean over all layers."
+    )
+    return f"<p>{_text(note)}</p>{_table(list(frame.columns), rows)}"
+
+
+def _identities(run: Reproduction) -> str:
+    terms = run.score_terms
+    if terms is None:
+        return "<p>This model has no query bias, so its scores were not decomposed.</p>"
+    rows = [
+        ("sum of the four terms against the model's own scores", f"{terms.max_error:.2e}"),
+        ("softmax of the sum against the model's own patterns", f"{terms.pattern_error:.2e}"),
+        ("tolerance", f"{terms.tolerance:.2e}"),
+    ]
+    note = "Largest differences over all prompts, layers, heads and visible pairs."
+    return f"<p>{_text(note)}</p>{_table(['identity', 'largest difference'], rows)}"
+
+
+def _not_applicable(run: Reproduction) -> str:
+    return _table(["result", "reason"], list(run.not_applicable.items()))
+
+
+def _repeat(run: Reproduction) -> str:
+    p = run.provenance
+    words = ["sinkscope", "reproduce", "--model", str(p["model"]), "--prompts", str(p["prompts"])]
+    words += ["--length", str(p["prompt_lengths"][1]), "--dtype", str(p["dtype"])]
+    if p["batch_size"] is not None:
+        words += ["--batch-size", str(p["batch_size"])]
+    command = shlex.join(words).replace("sinkscope-demo", "demo")
+    return (
+        f"<p>With the versions above:</p><pre>{_text(command)}</pre><p>All numbers are in "
+        "results.json and table1.csv, the arrays behind them in arrays/.</p>"
+    )
+
+
+# --- pieces of the page -------------------------------------------------------------------
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value), quote=True)
+
+
+def _anchor(title: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in title.lower())
+
+
+def _section(title: str, body: str) -> str:
+    return f'<section id="{_anchor(title)}"><h2>{_text(title)}</h2>{body}</section>'
+
+
+def _table(header: Sequence[str] | None, rows: Sequence[Sequence[object]]) -> str:
+    head = ""
+    if header is not None:
+        head = "<thead><tr>" + "".join(f"<th>{_text(c)}</th>" for c in header) + "</tr></thead>"
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _figure(name: str, figure: go.Figure) -> str:
+    """The figure's data, with no `<` in it that could end the script element."""
+    data = json.loads(figure.to_json())
+    content = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    height = int(figure.layout.height or 450)
+    return (
+        f'<div class="figure" id="figure-{name}" data-name="{name}" '
+        f'style="min-height:{height}px"></div>'
+        f'<script type="application/json" id="data-{name}">{content}</script>'
+    )
+
+
+def _plotly_script(plotlyjs: PlotlyJs) -> str:
+    if plotlyjs == "cdn":
+        from plotly.offline import get_plotlyjs_version
+
+        source = f"https://cdn.plot.ly/plotly-{get_plotlyjs_version()}.min.js"
+        return f'<script src="{source}" charset="utf-8"></script>'
+    from plotly.offline import get_plotlyjs
+
+    return f"<script>{get_plotlyjs()}</script>"
+
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1060px; margin: 0 auto;
+       padding: 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
+table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 0.2rem 0.7rem; border-bottom: 1px solid #ddd;
+         vertical-align: top; overflow-wrap: anywhere; }
+.scroll, .figure { overflow-x: auto; } .headline { font-weight: 600; }
+pre { background: #f4f4f4; padding: 0.7rem; overflow-x: auto; }
+nav ul { columns: 2; padding-left: 1.2rem; }
+@media print { nav { display: none; } section { break-inside: avoid; } }
+"""
+
+_SCRIPT = """
+const config = {displaylogo: false, showSendToCloud: false};
+function draw(place) {
+  if (place.dataset.drawn) { return; }
+  place.dataset.drawn = "1";
+  const figure = JSON.parse(document.getElementById("data-" + place.dataset.name).textContent);
+  Plotly.newPlot(place, figure.data, figure.layout, config);
+}
+const places = document.querySelectorAll(".figure");
+if (typeof Plotly === "undefined") {
+  places.forEach((place) => { place.textContent = "plotly.js could not be loaded."; });
+} else if ("IntersectionObserver" in window) {
+  const observer = new IntersectionObserver((entries) => entries.forEach((entry) => {
+    if (entry.isIntersecting) { draw(entry.target); observer.unobserve(entry.target); }
+  }), {rootMargin: "600px"});
+  places.forEach((place) => observer.observe(place));
+  window.addEventListener("beforeprint", () => places.forEach(draw));
+} else {
+  places.forEach(draw);
+}
+"""
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+{plotly}
+</head>
+<body>
+<h1>{title}</h1>
+<nav><ul>{contents}</ul></nav>
+{sections}
+<script>{script}</script>
+</body>
+</html>
+"""

@@ -1,0 +1,113 @@
+"""What a run says about a model, in words: is there a sink, and which parts carry it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sinkscope.experiments.table1 import POOLED, Table1
+
+SINK_RATIO = 3.0
+"""A sink is at least this many times what uniform attention would give position 0."""
+CARRIES = 0.75
+"""A part carries the sink if the sink falls below this share without it."""
+CONTROL = 0.9
+"""A control leaves the sink alone if at least this share of it stays."""
+
+PARTS = {
+    "No Query Bias": "the query bias b_Q",
+    "Remove First PE": "the position vector of position 0",
+    "Swap EPE": "the effective positional encoding of position 0",
+    "No MLP": "the MLPs",
+    "No PE": "the position embeddings",
+    "Zero Top-3 Wk": "the key weights at the three largest coordinates of EPE_0",
+}
+CONTROLS = {
+    "Swap PE": "swapping the raw position vectors after the first MLP",
+    "Nullify BOS Token": "nulling the first token's embedding",
+    "Zero Random Wk": "removing as many random key columns",
+}
+CIRCUIT = ("No Query Bias", "Remove First PE", "Swap EPE", "Zero Top-3 Wk")
+"""Without any of these the paper's circuit is broken."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What Table 1 says in words.
+
+    Attributes:
+        headline: one sentence.
+        sentences: what each condition does, in the order of the table.
+    """
+
+    headline: str
+    sentences: tuple[str, ...]
+
+
+def verdict(table: Table1, lengths: np.ndarray) -> Verdict:
+    """Read a table: position 0's share against the uniform one, and each condition against it.
+
+    A sink is a share of at least 3 times the uniform one. A part carries it if less than
+    three quarters stay without the part; a control should leave at least nine tenths.
+
+    Args:
+        table: with the untouched model under the name Baseline.
+        lengths: `[prompt]` tokens per prompt, for what uniform attention would give.
+    """
+    rows = table.to_dataframe()
+    pooled = rows[rows.corpus == (POOLED if POOLED in set(rows.corpus) else rows.corpus.iloc[-1])]
+    scores = dict(zip(pooled.condition, pooled.sink_score, strict=True))
+    uniform = uniform_sink_score(lengths)
+    baseline = scores.get("Baseline")
+    if baseline is None:
+        return Verdict("The table has no untouched model to compare with.", ())
+    share = f"Position 0 receives {baseline:.1%} of attention in layers {_span(table.mid_layers)}"
+    share += f"; uniform attention would give it {uniform:.1%}"
+    if baseline < SINK_RATIO * uniform:
+        return Verdict(f"No sink at position 0. {share}.", ())
+    kept = {name: score / baseline for name, score in scores.items()}
+    missing = dict(table.not_applicable)
+    sentences = [_sentence(name, kept, missing) for name in (*PARTS, *CONTROLS)]
+    return Verdict(
+        f"{_circuit(kept, missing)} {share}.", tuple(s for s in sentences if s is not None)
+    )
+
+
+def uniform_sink_score(lengths: np.ndarray) -> float:
+    """The sink score of uniform attention: mean over `i >= T//2` of `1/(i + 1)`, over prompts."""
+    scores = [np.mean([1 / (i + 1) for i in range(int(n) // 2, int(n))]) for n in lengths]
+    return float(np.mean(scores))
+
+
+def _circuit(kept: dict[str, float], missing: dict[str, str]) -> str:
+    carrying = [name for name in CIRCUIT if kept.get(name, 1.0) < CARRIES]
+    clean = all(kept[name] >= CONTROL for name in CONTROLS if name in kept)
+    if len(carrying) == len(CIRCUIT) and clean:
+        return "A sink at position 0, carried by the paper's circuit."
+    if carrying:
+        parts = ", ".join(PARTS[name] for name in carrying)
+        others = [n for n in CIRCUIT if n not in carrying and n not in missing]
+        rest = "; not by " + ", ".join(PARTS[name] for name in others) if others else ""
+        caveat = "" if clean else " A control moves it too, so read the single lines with care."
+        return f"A sink at position 0, carried by part of the paper's circuit: {parts}{rest}.{caveat}"
+    return "A sink at position 0, carried by something other than the paper's circuit."
+
+
+def _sentence(name: str, kept: dict[str, float], missing: dict[str, str]) -> str | None:
+    what = PARTS.get(name) or CONTROLS[name]
+    if name in missing:
+        return f"{name}: not applicable. {missing[name]}"
+    if name not in kept:
+        return None
+    change = kept[name] - 1
+    moved = f"removes {-change:.0%} of the sink" if change < 0 else f"adds {change:.0%} to it"
+    if name in CONTROLS:
+        fit = "as a control should" if kept[name] >= CONTROL else "more than a control should"
+        moved = f"leaves {kept[name]:.0%} of the sink, {fit}"
+        return f"{name}: {what} {moved}."
+    return f"{name}: taking away {what} {moved}."
+
+
+def _span(layers: tuple[int, ...]) -> str:
+    return f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else str(layers[0])
