@@ -227,11 +227,19 @@ def _decompose(arguments: argparse.Namespace) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> Any:
+    from transformers.utils import logging
+
     from sinkscope.loading import load_model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries warn of their own plans while loading
-        return load_model(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # one for every tensor
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # libraries warn of their own plans while loading
+            return load_model(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -18,9 +18,8 @@ NAN = float("nan")
 
 def cosine(a: Float[Tensor, "*batch d"], b: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     """`a.b / (|a| |b|)` over the last axis; NaN where a vector is zero."""
-    dot = (a * b).sum(-1)
-    norms = a.norm(dim=-1) * b.norm(dim=-1)
-    return torch.where(norms > 0, dot / norms.clamp_min(torch.finfo(dot.dtype).tiny), NAN)
+    # Each by its own norm: the product of two norms leaves float16 for vectors that do not.
+    return (a / a.norm(dim=-1, keepdim=True) * (b / b.norm(dim=-1, keepdim=True))).sum(-1)
 
 
 def position_ids(mask: Mask) -> Int[Tensor, "batch pos"]:
@@ -93,7 +92,7 @@ def received_attention(
     _lengths(mask)
     visible = causal_visibility(mask) if visible is None else visible
     seen = visible[:, None]
-    return (pattern * seen).sum(2) / seen.sum(2).to(pattern.dtype).masked_fill(
+    return pattern.masked_fill(~seen, 0).sum(2) / seen.sum(2).to(pattern.dtype).masked_fill(
         seen.sum(2) == 0, NAN
     )
 
@@ -137,7 +136,7 @@ def _masked_mean(
 ) -> Float[Tensor, "batch head"]:
     """Mean over kept positions, NaN where none is kept."""
     count = keep.sum(-1).to(values.dtype)
-    return (values * keep).sum(-1) / count.masked_fill(count == 0, NAN)
+    return values.masked_fill(~keep, 0).sum(-1) / count.masked_fill(count == 0, NAN)
 
 
 def _lengths(mask: Mask) -> Rows:

@@ -45,7 +45,8 @@ class Parts:
         positions: how positions enter, in TransformerLens' words ("standard", "rotary", ...).
         first_mlp: layer 0 has an MLP that adds to the residual stream.
         normalization: "LN", "RMS", "LNPre", "RMSPre" or "none".
-        processed: what was done to the weights ("folded", "centred"), empty if nothing.
+        processed: what was done to the weights ("folded", "centred", or "processed" where only
+            the model's own flag tells), empty if nothing.
     """
 
     query_bias: bool
@@ -344,7 +345,7 @@ class ModelView:
 
         Where TransformerBridge leaves attention to transformers it fires both hooks after the
         fact, and with the pattern at both: scores can't be read there and neither be edited.
-        Found out by running two tokens through the first layer.
+        Found out by running two tokens through the first layer, unseen by the user's hooks.
         """
         order: list[str] = []
 
@@ -356,7 +357,8 @@ class ModelView:
 
         ids = torch.zeros(1, min(2, self.n_ctx), dtype=torch.long, device=self.device)
         kinds = ("attn_scores", "pattern", "z")
-        with self.measuring(), self.hooks([(Site(k, 0), note(k)) for k in kinds]):
+        probe = [(Site(k, 0), note(k)) for k in kinds]
+        with self.measuring(), _hooks_silenced(self.model), self.hooks(probe):
             self.model(ids, stop_at_layer=1, return_type=None)
         return order == list(kinds)
 
@@ -499,14 +501,16 @@ def _has_bias(model: Any, projection: str, name: str) -> bool:
 
 def _processed(model: Any, normalization: str) -> tuple[str, ...]:
     """What was done to the weights, from the model's own flags and from the weights themselves."""
-    folded = normalization.endswith("Pre") or bool(getattr(model, "_weights_processed", False))
-    done = ["folded"] if folded or _identity_norms_and_centred_keys(model) else []
+    flagged = bool(getattr(model, "_weights_processed", False))
+    identity = _identity_norms(model)
+    folded = normalization.endswith("Pre") or (identity and (flagged or _centred_keys(model)))
+    done = ["folded"] if folded else []
     tables = [_weight(model.embed, "W_E")]
     if hasattr(model, "pos_embed") and str(model.cfg.positional_embedding_type) == "standard":
         tables.append(_weight(model.pos_embed, "W_pos"))
     if all(_is_centred(table) for table in tables):
         done.append("centred")
-    return tuple(done)
+    return tuple(done) if done or not flagged else ("processed",)
 
 
 def _is_centred(table: Float[Tensor, "... d_model"]) -> bool:
@@ -516,25 +520,39 @@ def _is_centred(table: Float[Tensor, "... d_model"]) -> bool:
     return bool(scale > 0) and bool(mean <= 1e-6 * scale)
 
 
-def _identity_norms_and_centred_keys(model: Any) -> bool:
-    """Folding leaves norms with gain 1 and bias 0, and reading weights centred over d_model."""
+def _identity_norms(model: Any) -> bool:
+    """Folding leaves first norms with gain 1 and bias 0."""
     for block in model.blocks:
-        ln1, attention = getattr(block, "ln1", None), getattr(block, "attn", None)
-        gain = getattr(ln1, "weight", None) if ln1 is not None else None
-        if attention is None or not isinstance(gain, Tensor):
+        ln1 = getattr(block, "ln1", None)
+        gain, bias = getattr(ln1, "weight", None), getattr(ln1, "bias", None)
+        if not isinstance(gain, Tensor) or not bool((gain.detach() == 1).all()):
             return False
-        if not bool((gain.detach() == 1).all()):
-            return False
-        if not _is_centred(attention.W_K.detach().transpose(-1, -2)):
+        if isinstance(bias, Tensor) and bool(bias.detach().any()):
             return False
     return True
+
+
+def _centred_keys(model: Any) -> bool:
+    """Folding also leaves reading weights centred over d_model."""
+    attentions = [getattr(block, "attn", None) for block in model.blocks]
+    return all(
+        a is not None and _is_centred(a.W_K.detach().transpose(-1, -2)) for a in attentions
+    )
 
 
 def _indices(
     chosen: Layers, default: Iterable[int] | None, size: int, what: str
 ) -> tuple[int, ...]:
     if chosen is None:
-        return tuple(range(size)) if default is None else tuple(default)
+        indices = tuple(range(size)) if default is None else tuple(default)
+        if not indices:
+            raise InvalidInputError(
+                f"This model is too small for the default {what}s",
+                expected=f"a default with at least one {what}",
+                got=f"{size} {what}s in all",
+                fix=f"say which, as in {what}s=[0]",
+            )
+        return indices
     try:
         indices = (chosen,) if isinstance(chosen, int) else tuple(int(i) for i in chosen)
     except (TypeError, ValueError):

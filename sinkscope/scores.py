@@ -293,6 +293,7 @@ class IdentityReader:
             error = (own - tensor).abs()
             what = "softmax of the sum of the four terms is not the model's own pattern"
             tolerance = max(self._tolerance, _softmax_tolerance(tensor, visible))
+            self.tolerance = max(self.tolerance, tolerance)
             worst = _largest(error, visible, tolerance, layer, what)
             self.pattern_error = max(self.pattern_error, worst)
             self._total = None

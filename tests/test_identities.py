@@ -20,7 +20,7 @@ import sinkscope as ss
 
 EXACT = 1e-10
 few = settings(
-    max_examples=6,
+    max_examples=5,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -181,12 +181,13 @@ def test_layers_come_in_the_order_asked(kind: str) -> None:
     raw = Raw()
     model = raw.model(kind)
     batch = ss.token_batch(model, random_ids(1, 6))
-    whole, some = ss.decompose_scores(model, batch), ss.decompose_scores(model, batch, [2, 0])
+    terms, some = ss.decompose_scores(model, batch), ss.decompose_scores(model, batch, [2, 0])
     assert some.layers == (2, 0)
     for name in ("content", "query_bias", "key_bias", "bias_bias"):
-        close(getattr(some, name), getattr(whole, name)[:, [2, 0]], atol=0)
+        close(getattr(some, name), getattr(terms, name)[:, [2, 0]], atol=0)
     for measure in (ss.patterns, ss.sink_score, ss.value_norms, ss.residual_norms):
-        close(measure(model, batch, layers=[2, 0]), measure(model, batch, layers=range(3))[:, [2, 0]])
+        whole = measure(model, batch, layers=range(3))
+        close(measure(model, batch, layers=[2, 0]), whole[:, [2, 0]])
     shift = ss.source_agnostic_shift
     close(shift(model, batch, layers=[2, 0]), shift(model, batch)[:, [2, 0]])
     close(ss.coordinate_alignment(model, layers=[2, 0]), ss.coordinate_alignment(model)[[2, 0]])
@@ -316,7 +317,7 @@ def test_epe_bias_alignment(kind: str, size: dict[str, int], through_ln: bool) -
 
 
 @few
-@given(size=sizes, length=lengths, through_ln=st.booleans())
+@given(size=sizes, length=st.integers(2, 8), through_ln=st.booleans())
 def test_fidelity(kind: str, size: dict[str, int], length: int, through_ln: bool) -> None:
     """`cos(EPE_i, R_i - O_i)`: MLP_0 alone, block_0 without a mask, block_0 with its own."""
     raw = Raw(**size)
@@ -382,8 +383,9 @@ def test_a_model_that_computes_otherwise_is_refused(kind: str, name: str) -> Non
         out = tensor.clone()
         if name in ("q", "k"):
             out[2, 3, 2] += 1e-6
-        else:
+        else:  # a shift between two keys, so that rows of the pattern still sum to 1
             out[2, 2, 4, 1] += 1e-6
+            out[2, 2, 4, 2] -= 1e-6
         return out
 
     model.add_hook(f"blocks.1.attn.hook_{name}", meddle)
@@ -437,9 +439,7 @@ def test_default_layers_of_a_model_without_middle(kind: str) -> None:
     batch = ss.token_batch(model, random_ids(7, 5))
     with pytest.raises(ss.errors.InvalidInputError, match="layers="):
         ss.sink_score(model, batch)
-    close(ss.sink_score(model, batch, layers=0)[0, 0], ss.sink_score(model, batch, layers=[0])[0, 0])
     assert ss.model_view(Raw(n_layers=3).model(kind)).mid_layers == range(2)
-    assert range(12 // 4, 12 - 1) == range(3, 11)
     assert 0 < float(ss.sink_score(model, batch, layers=0).min()) < 1
 
 
@@ -468,3 +468,17 @@ def test_bad_values_are_refused(call: Any) -> None:
     batch = ss.token_batch(model, random_ids(8, 5))
     with pytest.raises(ss.errors.InvalidInputError, match="Expected: "):
         call(model, batch)
+
+
+def test_missing_mass_is_refused_and_its_tolerance_told(kind: str) -> None:
+    """A row that sums to 0.999 is no softmax; one off by float32 rounding passes, and is told."""
+    model = Raw().model(kind)
+    batch = ss.token_batch(model, random_ids(9, 6))
+    share = 1e-3
+    model.add_hook("blocks.0.attn.hook_pattern", lambda pattern, hook: pattern * (1 - share))
+    with pytest.raises(ss.errors.IdentityError, match=r"layer 0, head \d, softmax"):
+        ss.decompose_scores(model, batch)
+    share = 1e-7
+    terms = ss.decompose_scores(model, batch)
+    assert 1e-8 < terms.pattern_error <= terms.tolerance < 1e-4
+    assert terms.max_error < EXACT
