@@ -303,11 +303,19 @@ def _visible(text: str) -> str:
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.removesuffix("%"))
+    except ValueError:
+        return cell == "-"
+    return True
+
+
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A plain table: columns padded to their widest cell, numbers to the right."""
     table = [[_visible(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[n]) for row in table) for n in range(len(header))]
-    left = [n for n in range(len(header)) if not any(c.isdigit() for c in rows[0][n])]
+    left = [n for n in range(len(header)) if not all(_is_number(row[n]) for row in rows)]
     for row in table:
         cells = [
             cell.ljust(width) if n in left else cell.rjust(width)

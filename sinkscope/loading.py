@@ -12,6 +12,8 @@ import torch
 
 from sinkscope.errors import InvalidInputError, LoadError
 
+DEMO_NAME = "sinkscope-demo"
+
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -55,7 +57,7 @@ def load_model(
     if isinstance(model, (str, os.PathLike)):
         if str(model) == "demo":
             with resources.as_file(resources.files("sinkscope") / "demo") as path:
-                return _from_directory(path, tokenizer, device, dtype, "sinkscope-demo")
+                return _from_directory(path, tokenizer, device, dtype, DEMO_NAME)
         if Path(model).is_dir():
             return _from_directory(Path(model), tokenizer, device, dtype, Path(model).name)
         if isinstance(model, os.PathLike) or str(model).startswith((".", "/", "~")):

@@ -19,6 +19,7 @@ import torch
 from sinkscope import metrics
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.attention_maps import AttentionMaps
+from sinkscope.loading import DEMO_NAME
 from sinkscope.reproduction import Reproduction
 from sinkscope.results import write_text
 from sinkscope.verdict import verdict
@@ -156,6 +157,11 @@ def report_html(run: Reproduction, plotlyjs: PlotlyJs = "inline") -> str:
     )
 
 
+_PLANTED = (
+    "The demo model's circuit was planted at initialisation and then trained: this verdict tests "
+    "sinkscope against a known truth and is not evidence about natural models."
+)
+
 _TITLES = {
     "table1_bars": "Sink score under each condition",
     "sink_score_map": "Sink score of every head",
@@ -202,9 +208,10 @@ def _versions(provenance: Any) -> str:
 
 
 def _verdict(run: Reproduction) -> str:
-    words = verdict(run.table1, np.asarray(run.provenance["lengths"]))
+    words = verdict(run.table1, run.provenance["lengths"])
     items = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.sentences)
-    return f'<p class="headline">{_text(words.headline)}</p><ul>{items}</ul>'
+    planted = f"<p>{_text(_PLANTED)}</p>" if run.provenance["model"] == DEMO_NAME else ""
+    return f'<p class="headline">{_text(words.headline)}</p>{planted}<ul>{items}</ul>'
 
 
 def _table1(run: Reproduction) -> str:
@@ -254,7 +261,7 @@ def _repeat(run: Reproduction) -> str:
     words += ["--length", str(p["prompt_lengths"][1]), "--dtype", str(p["dtype"])]
     if p["batch_size"] is not None:
         words += ["--batch-size", str(p["batch_size"])]
-    command = shlex.join(words).replace("sinkscope-demo", "demo")
+    command = shlex.join(words).replace(DEMO_NAME, "demo")
     return (
         f"<p>With the versions above:</p><pre>{_text(command)}</pre><p>All numbers are in "
         "results.json and table1.csv, the arrays behind them in arrays/.</p>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +46,7 @@ class Verdict:
     sentences: tuple[str, ...]
 
 
-def verdict(table: Table1, lengths: np.ndarray) -> Verdict:
+def verdict(table: Table1, lengths: Sequence[int]) -> Verdict:
     """Read a table: position 0's share against the uniform one, and each condition against it.
 
     A sink is a share of at least 3 times the uniform one. A part carries it if less than
@@ -53,7 +54,7 @@ def verdict(table: Table1, lengths: np.ndarray) -> Verdict:
 
     Args:
         table: with the untouched model under the name Baseline.
-        lengths: `[prompt]` tokens per prompt, for what uniform attention would give.
+        lengths: tokens of each prompt, for what uniform attention would give.
     """
     rows = table.to_dataframe()
     pooled = rows[rows.corpus == (POOLED if POOLED in set(rows.corpus) else rows.corpus.iloc[-1])]
@@ -74,9 +75,9 @@ def verdict(table: Table1, lengths: np.ndarray) -> Verdict:
     )
 
 
-def uniform_sink_score(lengths: np.ndarray) -> float:
+def uniform_sink_score(lengths: Sequence[int]) -> float:
     """The sink score of uniform attention: mean over `i >= T//2` of `1/(i + 1)`, over prompts."""
-    scores = [np.mean([1 / (i + 1) for i in range(int(n) // 2, int(n))]) for n in lengths]
+    scores = [np.mean([1 / (i + 1) for i in range(n // 2, n)]) for n in lengths]
     return float(np.mean(scores))
 
 
@@ -90,7 +91,8 @@ def _circuit(kept: dict[str, float], missing: dict[str, str]) -> str:
         others = [n for n in CIRCUIT if n not in carrying and n not in missing]
         rest = "; not by " + ", ".join(PARTS[name] for name in others) if others else ""
         caveat = "" if clean else " A control moves it too, so read the single lines with care."
-        return f"A sink at position 0, carried by part of the paper's circuit: {parts}{rest}.{caveat}"
+        part = f"A sink at position 0, carried by part of the paper's circuit: {parts}"
+        return f"{part}{rest}.{caveat}"
     return "A sink at position 0, carried by something other than the paper's circuit."
 
 

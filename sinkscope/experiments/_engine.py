@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from sinkscope.ablations import Ablation, EditContext
@@ -98,6 +100,12 @@ def split_by_applicability(
             fix="add the untouched model, ablations.Composition()",
         )
     return {name: a for name, a in named if reasons[name] is None}, refused
+
+
+def to_numpy(values: Tensor) -> np.ndarray:
+    """The values as an array; bfloat16, which numpy does not have, as float32."""
+    values = values.cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def by_position(values: Tensor, batch: TokenBatch) -> Tensor:

@@ -16,6 +16,7 @@ from sinkscope.experiments._engine import (
     Request,
     run_experiments,
     split_by_applicability,
+    to_numpy,
     token_texts,
 )
 from sinkscope.model import ModelView, model_view
@@ -92,7 +93,7 @@ class _FirstPromptReader:
             self._seen[site.layer] = tensor[0][:, tokens][:, :, tokens].clone()
 
     def result(self) -> np.ndarray:
-        return torch.stack([self._seen[layer] for layer in self._layers]).cpu().numpy()
+        return to_numpy(torch.stack([self._seen[layer] for layer in self._layers]))
 
 
 class AttentionMapsExperiment:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sinkscope.capture import Progress
 from sinkscope.epe import coordinate_alignment, extract_epe
-from sinkscope.experiments._engine import Request
+from sinkscope.experiments._engine import Request, to_numpy
 from sinkscope.massive import MeanStd, Rule, find_massive_coordinates
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
@@ -84,7 +84,7 @@ class CoordinateAlignmentExperiment:
         rule = MeanStd() if rule is None else rule
         massive = find_massive_coordinates(extract_epe(view).vectors[0], rule)
         self._result = CoordinateAlignment(
-            gamma=coordinate_alignment(view).cpu().numpy(),
+            gamma=to_numpy(coordinate_alignment(view)),
             massive=massive.coordinates,
             rule=repr(rule),
         )

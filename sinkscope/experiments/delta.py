@@ -10,7 +10,7 @@ import numpy as np
 
 from sinkscope.ablations import Composition
 from sinkscope.capture import Progress
-from sinkscope.experiments._engine import Request, by_position, run_experiments
+from sinkscope.experiments._engine import Request, by_position, run_experiments, to_numpy
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.results import Result
@@ -88,7 +88,7 @@ class DeltaExperiment:
 
     def result(self) -> Delta:
         values = by_position(self._reader.result(), self._batch)
-        return Delta(values=values.cpu().numpy(), convention=self._convention)
+        return Delta(values=to_numpy(values), convention=self._convention)
 
 
 def run(

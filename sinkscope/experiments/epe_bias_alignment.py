@@ -10,7 +10,7 @@ import numpy as np
 
 from sinkscope.capture import Progress
 from sinkscope.epe import epe_bias_alignment
-from sinkscope.experiments._engine import Request
+from sinkscope.experiments._engine import Request, to_numpy
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
@@ -95,4 +95,4 @@ def run(
     if batch is not None:
         n_positions = int(require_batch(batch).lengths.max())
     cosines = epe_bias_alignment(view, n_positions=n_positions)
-    return EpeBiasAlignment(cosines=cosines.cpu().numpy())
+    return EpeBiasAlignment(cosines=to_numpy(cosines))

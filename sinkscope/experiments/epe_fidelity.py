@@ -10,7 +10,7 @@ import numpy as np
 
 from sinkscope.capture import Progress
 from sinkscope.epe import extract_epe
-from sinkscope.experiments._engine import Request, by_position, run_experiments
+from sinkscope.experiments._engine import Request, by_position, run_experiments, to_numpy
 from sinkscope.fidelity import BLOCK_FORMS, FirstBlockReader, MlpFidelityReader, block_fidelity
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
@@ -101,7 +101,7 @@ class EpeFidelityExperiment:
             for form, requests in self._blocks.items()
         }
         cosines["mlp"] = self._mlp.result()
-        aligned = {form: by_position(c, self._batch).cpu().numpy() for form, c in cosines.items()}
+        aligned = {form: to_numpy(by_position(c, self._batch)) for form, c in cosines.items()}
         return EpeFidelity(**aligned, through_ln=self._epe.through_ln)
 
 

@@ -12,7 +12,7 @@ import torch
 from sinkscope.capture import Progress
 from sinkscope.epe import extract_epe
 from sinkscope.errors import InvalidInputError
-from sinkscope.experiments._engine import Request
+from sinkscope.experiments._engine import Request, to_numpy
 from sinkscope.massive import MeanStd, MedianRatio, Rule, TopK, find_massive_coordinates
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
@@ -132,7 +132,7 @@ def run(
     epe = extract_epe(model_view(model))
     found = [find_massive_coordinates(epe.vectors[0], rule) for rule in rules]
     return MassiveActivations(
-        epe=epe.vectors[0].cpu().numpy(),
+        epe=to_numpy(epe.vectors[0]),
         position=0,
         rules=tuple(repr(rule) for rule in rules),
         massive=tuple(f.coordinates for f in found),

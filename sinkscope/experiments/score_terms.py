@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.ablations import Composition
 from sinkscope.capture import Progress
-from sinkscope.experiments._engine import Request, run_experiments, token_texts
+from sinkscope.experiments._engine import Request, run_experiments, to_numpy, token_texts
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.results import Result
@@ -130,7 +130,7 @@ class ScoreTermsExperiment:
     def result(self) -> QueryTerms:
         kept = [self._reader.kept[layer] for layer in range(self._view.n_layers)]
         terms = {
-            name: torch.stack([layer[n] for layer in kept]).cpu().numpy()
+            name: to_numpy(torch.stack([layer[n] for layer in kept]))
             for n, name in enumerate(TERMS)
         }
         return QueryTerms(
