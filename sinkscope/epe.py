@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope._types import Layers
+from sinkscope.display import HtmlTable, number
 from sinkscope.errors import InvalidInputError
 from sinkscope.metrics import cosine
 from sinkscope.model import ModelView, model_view
 
 
 @dataclass(frozen=True)
-class EPE:
+class EPE(HtmlTable):
     """Effective positional encodings of a model.
 
     Attributes:
@@ -30,6 +31,16 @@ class EPE:
     positions: Float[Tensor, "n_ctx d_model"]
     mlp: Float[Tensor, "n_ctx d_model"]
     through_ln: bool
+
+    def overview(self) -> list[tuple[str, str]]:
+        norms = self.vectors.norm(dim=-1)
+        n, d = self.vectors.shape
+        return [
+            ("form", "p + MLP_0(LN2_0(p))" if self.through_ln else "p + MLP_0(p)"),
+            ("positions", f"{n} of d_model {d}"),
+            ("|EPE_0|", number(float(norms[0]))),
+            ("median |EPE| of the others", number(float(norms[1:].median())) if n > 1 else "none"),
+        ]
 
 
 def extract_epe(model: Any, through_ln: bool = False) -> EPE:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope._types import Vector
+from sinkscope.display import HtmlTable, number
 from sinkscope.errors import InvalidInputError
 
 
@@ -78,7 +79,7 @@ class MedianRatio:
 
 
 @dataclass(frozen=True)
-class MassiveCoordinates:
+class MassiveCoordinates(HtmlTable):
     """Coordinates that a rule calls massive.
 
     Attributes:
@@ -97,6 +98,11 @@ class MassiveCoordinates:
 
     def __len__(self) -> int:
         return self.indices.numel()
+
+    def overview(self) -> list[tuple[str, str]]:
+        found = zip(self.indices.tolist(), self.values.tolist(), strict=True)
+        rule = ("rule", f"{self.rule}, |v| > {number(self.threshold)}")
+        return [rule, *((str(index), f"{value:+.4g}") for index, value in found)]
 
     @property
     def coordinates(self) -> tuple[int, ...]:

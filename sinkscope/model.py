@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkscope._types import Layers, Mask, Residual
+from sinkscope.display import HtmlTable
 from sinkscope.errors import InvalidInputError, NotApplicableError, ProcessedWeightsError
 from sinkscope.metrics import causal_visibility, full_visibility
 from sinkscope.sites import Site, SiteMap, site_map
@@ -59,7 +60,7 @@ class Parts:
 
 
 @dataclass(frozen=True, eq=False)
-class ModelView:
+class ModelView(HtmlTable):
     """A hooked model, seen through the few questions that sinkscope asks.
 
     Made by `model_view`; every function of sinkscope accepts a model or its view.
@@ -82,6 +83,20 @@ class ModelView:
     n_ctx: int
     name: str
     tokenizer: Any = field(default=None, repr=False)
+
+    def overview(self) -> list[tuple[str, str]]:
+        size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
+        parts = self.parts
+        return [
+            ("model", self.name),
+            ("size", f"{size}, n_ctx {self.n_ctx}"),
+            ("weights", f"{self.dtype} on {self.device}"),
+            ("processed", ", ".join(parts.processed) or "no"),
+            ("query bias b_Q", "yes" if parts.query_bias else "no"),
+            ("learned positions", "yes" if parts.learned_positions else f"no, {parts.positions}"),
+            ("first MLP", "yes" if parts.first_mlp else "no"),
+            ("normalization", parts.normalization),
+        ]
 
     # --- where and in what precision -------------------------------------------------------
 
@@ -535,9 +550,7 @@ def _identity_norms(model: Any) -> bool:
 def _centred_keys(model: Any) -> bool:
     """Folding also leaves reading weights centred over d_model."""
     attentions = [getattr(block, "attn", None) for block in model.blocks]
-    return all(
-        a is not None and _is_centred(a.W_K.detach().transpose(-1, -2)) for a in attentions
-    )
+    return all(a is not None and _is_centred(a.W_K.detach().transpose(-1, -2)) for a in attentions)
 
 
 def _indices(

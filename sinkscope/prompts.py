@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sinkscope._types import Ids, Mask, Rows
+from sinkscope.display import HtmlTable
 from sinkscope.errors import BosWarning, InvalidInputError, LoadError
 from sinkscope.metrics import first_positions, position_ids
 from sinkscope.model import ModelView, model_view
@@ -31,7 +32,7 @@ PAPER_SEED = 42
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBatch:
+class TokenBatch(HtmlTable):
     """Prompts as ids.
 
     Attributes:
@@ -50,6 +51,16 @@ class TokenBatch:
 
     def __len__(self) -> int:
         return self.ids.shape[0]
+
+    def overview(self) -> list[tuple[str, str]]:
+        low, high = int(self.lengths.min()), int(self.lengths.max())
+        names = dict.fromkeys(self.corpora)
+        return [
+            ("prompts", str(len(self))),
+            ("tokens each", str(low) if low == high else f"{low} to {high}"),
+            ("start with the BOS token", str(sum(self.bos))),
+            *((f"from {name}", str(self.corpora.count(name))) for name in names),
+        ]
 
     @property
     def first(self) -> Rows:

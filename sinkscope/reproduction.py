@@ -13,6 +13,7 @@ from typing import Any
 
 import sinkscope
 from sinkscope.capture import Progress
+from sinkscope.display import HtmlTable
 from sinkscope.errors import NotApplicableError
 from sinkscope.experiments._engine import Experiment, Total, run_experiments
 from sinkscope.experiments.attention_maps import AttentionMaps, AttentionMapsExperiment
@@ -39,7 +40,7 @@ _PACKAGES = ("torch", "transformers", "transformer-lens", "numpy")
 
 
 @dataclass(frozen=True, eq=False)
-class Reproduction:
+class Reproduction(HtmlTable):
     """All results of one run. A part that the model lacks leaves its result None.
 
     Attributes:
@@ -57,6 +58,11 @@ class Reproduction:
     massive_activations: MassiveActivations | None
     score_terms: QueryTerms | None
     not_applicable: Mapping[str, str]
+
+    def overview(self) -> list[tuple[str, str]]:
+        p = self.provenance
+        ran = ("ran", f"{p['model']} on {p['n_prompts']} prompts from {p['prompts']}")
+        return [ran, *self.table1.overview()]
 
     @property
     def results(self) -> dict[str, Result]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from sinkscope.display import HtmlTable
 from sinkscope.errors import InvalidInputError, LoadError, WriteError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _RUN_AGAIN = "run the experiment again and save it anew"
 
 
 @dataclass(frozen=True, eq=False)
-class Result(ABC):
+class Result(HtmlTable, ABC):
     """Base of all results."""
 
     kind: ClassVar[str]
@@ -59,7 +60,7 @@ class Result(ABC):
             else:
                 plain[field.name] = _spelled(value)
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)
+        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
         header = {
             "schema": SCHEMA_VERSION,
             "kind": self.kind,

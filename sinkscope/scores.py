@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkscope._types import LayerPatterns, Layers, PerKey, Residual
 from sinkscope.capture import stream
+from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
 from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.metrics import NAN
@@ -25,7 +26,7 @@ TOLERANCE_FACTOR = 64
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreTerms:
+class ScoreTerms(HtmlTable):
     """The four terms of every score, each with the score's scale in it.
 
     `s_ij = scale (n_i W_Q + b_Q) . (n_j W_K + b_K)`, n the output of LN1. Terms that are
@@ -57,6 +58,17 @@ class ScoreTerms:
     max_error: float
     pattern_error: float
     tolerance: float
+
+    def overview(self) -> list[tuple[str, str]]:
+        batch, _, heads, queries, _ = self.content.shape
+        return [
+            ("scores", f"{batch} prompts, layers {numbers(self.layers)}, {heads} heads"),
+            ("positions", str(queries)),
+            ("query bias", self.bias_kind),
+            ("largest error of the scores", number(self.max_error)),
+            ("largest error of the patterns", number(self.pattern_error)),
+            ("tolerance", number(self.tolerance)),
+        ]
 
     @property
     def total(self) -> LayerPatterns:

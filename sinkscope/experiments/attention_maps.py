@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.ablations import PAPER_CONDITIONS, Ablation
 from sinkscope.capture import Progress
+from sinkscope.display import number, numbers
 from sinkscope.experiments._engine import (
     Request,
     run_experiments,
@@ -65,6 +66,14 @@ class AttentionMaps(Result):
                 "attention": visible.ravel(),
             }
         )
+
+    def overview(self) -> list[tuple[str, str]]:
+        sinks = self.summary()["sink_score_by_layer"]
+        return [
+            ("prompt", "".join(self.tokens)),
+            ("maps", f"{len(self.conditions)} conditions, layers {numbers(self.layers)}"),
+            *((name, number(float(scores.mean()))) for name, scores in sinks.items()),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Tokens and mean attention to position 0 per condition and layer; not the maps."""

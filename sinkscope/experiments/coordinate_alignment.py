@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sinkscope.capture import Progress
+from sinkscope.display import number, numbers
 from sinkscope.epe import coordinate_alignment, extract_epe
 from sinkscope.experiments._engine import Request, to_numpy
 from sinkscope.massive import MeanStd, Rule, find_massive_coordinates
@@ -66,6 +67,14 @@ class CoordinateAlignment(Result):
                 "massive": self.is_massive[coordinate],
             }
         )
+
+    def overview(self) -> list[tuple[str, str]]:
+        means = self.means
+        return [
+            ("massive coordinates of EPE_0", f"{numbers(self.massive)} by {self.rule}"),
+            ("mean |gamma| there", number(means["massive"])),
+            ("mean |gamma| elsewhere", number(means["others"])),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Mean |gamma| at massive coordinates and at the others, and gamma at the massive ones."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from sinkscope.ablations import Composition
 from sinkscope.capture import Progress
+from sinkscope.display import number, numbers
 from sinkscope.experiments._engine import Request, by_position, run_experiments, to_numpy
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
@@ -65,6 +66,16 @@ class Delta(Result):
         frame["mean"] = np.nanmean(values, axis=(0, 2)).ravel()
         frame["std"] = np.nanstd(values, axis=(0, 2)).ravel()
         return pd.DataFrame(frame)
+
+    def overview(self) -> list[tuple[str, str]]:
+        median = self.percentiles[1]
+        others = median[:, 1:]
+        return [
+            ("convention", self.convention),
+            ("median at position 0, by layer", numbers([number(v) for v in median[:, 0]])),
+            ("largest median elsewhere", number(others.max()) if others.size else "none"),
+            ("layers where position 0 stands apart", numbers(self.separated_layers)),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Percentiles by layer and position, and the layers where position 0 stands apart."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sinkscope.capture import Progress
+from sinkscope.display import number
 from sinkscope.epe import epe_bias_alignment
 from sinkscope.experiments._engine import Request, to_numpy
 from sinkscope.model import ModelView, model_view
@@ -44,6 +45,14 @@ class EpeBiasAlignment(Result):
                 "cosine": self.cosines.ravel(),
             }
         )
+
+    def overview(self) -> list[tuple[str, str]]:
+        summary = self.summary()
+        others = summary["median_others"]
+        return [
+            ("median cosine at position 0", number(summary["median_first"])),
+            ("median cosine elsewhere", "none" if others is None else number(others)),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Median over heads at position 0 and at the others, by layer and pooled."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from sinkscope.capture import Progress
+from sinkscope.display import number
 from sinkscope.epe import extract_epe
 from sinkscope.experiments._engine import Request, by_position, run_experiments, to_numpy
 from sinkscope.fidelity import BLOCK_FORMS, FirstBlockReader, MlpFidelityReader, block_fidelity
@@ -67,6 +68,11 @@ class EpeFidelity(Result):
                     }
                 )
         return pd.DataFrame(rows)
+
+    def overview(self) -> list[tuple[str, str]]:
+        summary = self.summary()
+        medians = [(f"median through {form}", number(summary[form]["median"])) for form in FORMS]
+        return [("EPE through LN2", str(self.through_ln)), *medians]
 
     def summary(self) -> dict[str, Any]:
         """Percentiles by position, and the median over all positions, of each form."""

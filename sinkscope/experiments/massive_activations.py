@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sinkscope.capture import Progress
+from sinkscope.display import number, numbers
 from sinkscope.epe import extract_epe
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments._engine import Request, to_numpy
@@ -67,6 +68,13 @@ class MassiveActivations(Result):
         for rule, found in zip(self.rules, self.massive, strict=True):
             frame[rule] = np.isin(index, found)
         return pd.DataFrame(frame)
+
+    def overview(self) -> list[tuple[str, str]]:
+        found = zip(self.rules, self.massive, self.thresholds, strict=True)
+        return [
+            (rule, f"{numbers(massive)} (threshold {number(threshold)})")
+            for rule, massive, threshold in found
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Coordinates, values and threshold of each rule, and the vector itself."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.ablations import Composition
 from sinkscope.capture import Progress
+from sinkscope.display import number
 from sinkscope.experiments._engine import Request, run_experiments, to_numpy, token_texts
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
@@ -78,6 +79,15 @@ class QueryTerms(Result):
                 )
             )
         return pd.concat(frames, ignore_index=True)
+
+    def overview(self) -> list[tuple[str, str]]:
+        return [
+            ("query", f"{self.query} of {''.join(self.tokens)}"),
+            ("query bias", self.bias_kind),
+            ("largest error of the scores", number(self.max_error)),
+            ("largest error of the patterns", number(self.pattern_error)),
+            ("tolerance", number(self.tolerance)),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """The errors, and which query of which tokens; the terms are in the arrays."""

@@ -90,6 +90,14 @@ class Table1(Result):
     def _corpora(self) -> list[str]:
         return [name for name in dict.fromkeys(self.corpora) if name != POOLED] + [POOLED]
 
+    def overview(self) -> list[tuple[str, str]]:
+        pooled = self._rows()[-len(self.conditions) :]
+        plus_minus = "\N{PLUS-MINUS SIGN}"
+        return [
+            (row["condition"], f"{row['sink_score']:.4f} {plus_minus} {row['stderr']:.4f}")
+            for row in pooled
+        ]
+
     def summary(self) -> dict[str, Any]:
         """The rows of the table, the layers, every prompt's value, and what did not apply."""
         mid = self.scores[:, :, list(self.mid_layers)].mean((2, 3), dtype=np.float64)
