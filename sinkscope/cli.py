@@ -125,7 +125,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
 
     from sinkscope.model import model_view
     from sinkscope.prompts import fold_whitespace, load_prompts, token_batch
-    from sinkscope.report import write_figures, write_report
+    from sinkscope.report import write_all
     from sinkscope.reproduction import reproduce
     from sinkscope.results import require_writable
 
@@ -154,8 +154,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
     _print_table1(result, batch)
-    write_figures(result, out / "figures")
-    write_report(result, out / "report.html", arguments.plotlyjs)
+    write_all(result, out, arguments.plotlyjs)
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
 
 

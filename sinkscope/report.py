@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,8 +93,28 @@ def _sink_positions(maps: AttentionMaps, condition: str) -> np.ndarray:
     return metrics.sink_position(metrics.received_attention(patterns, mask), mask).numpy()
 
 
-def write_figures(run: Reproduction, directory: Path) -> None:
+def write_all(run: Reproduction, directory: Path, plotlyjs: PlotlyJs = "inline") -> None:
+    """Write report.html and the figures' own pages, drawing each figure once.
+
+    Args:
+        run: a finished reproduction.
+        directory: the run's directory.
+        plotlyjs: see `write_report`.
+
+    Raises:
+        WriteError: the directory or a file can't be written.
+    """
+    drawn = figures(run)
+    write_figures(drawn, directory / "figures")
+    write_text(directory / "report.html", report_html(run, plotlyjs, drawn))
+
+
+def write_figures(drawn: Mapping[str, go.Figure], directory: Path) -> None:
     """Each figure as a page of its own, all sharing one plotly.js beside them.
+
+    Args:
+        drawn: from `figures`.
+        directory: where the pages go.
 
     Raises:
         WriteError: the directory or a file can't be written.
@@ -104,7 +124,7 @@ def write_figures(run: Reproduction, directory: Path) -> None:
     from sinkscope.plots import HTML_CONFIG
 
     write_text(directory / "plotly.min.js", get_plotlyjs())
-    for name, figure in figures(run).items():
+    for name, figure in drawn.items():
         page = figure.to_html(include_plotlyjs="directory", config=HTML_CONFIG)
         write_text(directory / f"{name}.html", page)
 
@@ -124,15 +144,25 @@ def write_report(run: Reproduction, path: Path, plotlyjs: PlotlyJs = "inline") -
     write_text(path, report_html(run, plotlyjs))
 
 
-def report_html(run: Reproduction, plotlyjs: PlotlyJs = "inline") -> str:
-    """The report as text, see `write_report`."""
+def report_html(
+    run: Reproduction,
+    plotlyjs: PlotlyJs = "inline",
+    drawn: Mapping[str, go.Figure] | None = None,
+) -> str:
+    """The report as text, see `write_report`.
+
+    Args:
+        run: a finished reproduction.
+        plotlyjs: "inline" or "cdn".
+        drawn: its figures, if they were drawn already.
+    """
     from sinkscope.plots import READING
 
     if plotlyjs not in ("inline", "cdn"):
         raise InvalidInputError(
             "Unknown source of plotly.js", expected="'inline' or 'cdn'", got=repr(plotlyjs)
         )
-    drawn = figures(run)
+    drawn = figures(run) if drawn is None else drawn
     sections = [
         _section("What ran", _provenance(run)),
         _section("Verdict", _verdict(run)),

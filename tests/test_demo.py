@@ -6,6 +6,7 @@ import json
 import re
 import sysconfig
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import sinkscope as ss
+from sinkscope.prompts import fold_whitespace
 
 DEMO = Path(ss.__file__).parent / "demo"
 LENGTH = 40
@@ -31,7 +33,8 @@ def prompts(model: Any) -> ss.Prompts:
 
 @pytest.fixture(scope="module")
 def batch(model: Any, prompts: ss.Prompts) -> ss.TokenBatch:
-    return ss.token_batch(model, prompts, length=LENGTH)
+    folded = replace(prompts, texts=tuple(fold_whitespace(text) for text in prompts.texts))
+    return ss.token_batch(model, folded, length=LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +73,8 @@ def test_prompts_of_three_corpora_long_enough_for_40_tokens(
     assert min(counts.values()) >= 30
     assert len(set(prompts.texts)) == len(prompts)
     for text in prompts.texts:
-        assert ss.token_batch(model, [text], length=LENGTH).lengths.tolist() == [LENGTH]
-        assert " ".join(text.split()) == text, "folding whitespace changes nothing"
+        for form in (text, fold_whitespace(text)):
+            assert ss.token_batch(model, [form], length=LENGTH).lengths.tolist() == [LENGTH]
 
 
 def test_prompts_are_not_from_the_training_text(prompts: ss.Prompts) -> None:
@@ -168,7 +171,7 @@ def test_the_massive_coordinates_carry_the_shift(
     scale = 1 / ss.model_view(model).d_head ** 0.5
     planted = slice(1, None)  # layer 0 has no plant
     assert float((share * scale)[:, planted].mean() / whole[:, planted].mean()) > 0.5
-    assert 1 in reproduction.delta.separated_layers
+    assert len(reproduction.delta.separated_layers) >= 3
 
 
 def test_identities_hold_over_all_prompts(reproduction: Any) -> None:

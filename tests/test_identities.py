@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import hook, tiny_gpt2
 from torch import Tensor
@@ -23,6 +23,7 @@ few = settings(
     max_examples=5,
     deadline=None,
     derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking tiny models takes longer than reading them
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 sizes = st.fixed_dictionaries(

@@ -95,7 +95,7 @@ def test_size_and_source_of_plotly(run: Reproduction, page: str) -> None:
 
 
 def test_figures_as_pages_share_one_plotly(run: Reproduction, tmp_path: Path) -> None:
-    report.write_figures(run, tmp_path)
+    report.write_figures(report.figures(run), tmp_path)
     pages = {path.stem for path in tmp_path.glob("*.html")}
     assert pages == set(READING)
     assert (tmp_path / "plotly.min.js").stat().st_size > 1e6
