@@ -284,7 +284,8 @@ class ModelView(HtmlTable):
 
     def require_key_only_shift(self) -> None:
         """Raise unless the query-bias term of a score depends on the key alone."""
-        if self.parts.positions == "rotary" or hasattr(self.block(0).attn, "q_norm"):
+        normed = getattr(self.block(0).attn, "q_norm", None) is not None
+        if self.parts.positions == "rotary" or normed:
             raise NotApplicableError(
                 "Not applicable: in this model the query-bias term depends on the query too",
                 expected="scores that are scale q.k, without rotary positions or QK-norm",

@@ -226,7 +226,7 @@ NEEDS_BIAS: dict[str, Case] = {
     "gamma": lambda m, b: ss.coordinate_alignment(m),
     "bias": lambda m, b: ss.query_bias(m),
     "ablation": lambda m, b: ss.sink_score(m, b, ss.ablations.ZeroQueryBias()),
-    "delta": lambda m, b: ss.experiments.delta.run(m, b),
+    "delta": ss.experiments.delta.run,
 }
 NEEDS_POSITIONS: dict[str, Case] = {
     "epe": lambda m, b: ss.extract_epe(m),
@@ -234,7 +234,7 @@ NEEDS_POSITIONS: dict[str, Case] = {
     "replace": lambda m, b: ss.sink_score(m, b, ss.ablations.ReplacePosition()),
     "swap": lambda m, b: ss.sink_score(m, b, ss.ablations.SwapEPE()),
     "no positions": lambda m, b: ss.sink_score(m, b, ss.ablations.ZeroPositions()),
-    "massive": lambda m, b: ss.experiments.massive_activations.run(m, b),
+    "massive": ss.experiments.massive_activations.run,
 }
 
 
@@ -252,7 +252,7 @@ def refused(call: Case, model: Any, part: str) -> None:
 
 @pytest.mark.parametrize("name", NEEDS_BIAS)
 def test_no_query_bias_is_not_applicable(name: str) -> None:
-    refused(NEEDS_BIAS[name], ss.load_model(llama().eval()), "query bias")
+    refused(NEEDS_BIAS[name], ss.load_model(llama().eval()), "query.bias")
 
 
 @pytest.mark.parametrize("name", NEEDS_POSITIONS)

@@ -23,7 +23,7 @@ few = settings(
     max_examples=5,
     deadline=None,
     derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # shrinking tiny models takes longer than reading them
+    phases=[Phase.explicit, Phase.generate],  # no shrinking: sizes are small
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 sizes = st.fixed_dictionaries(
@@ -43,9 +43,9 @@ class Raw:
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64, **config: Any) -> None:
         self.hf = tiny_gpt2(seed=seed, dtype=dtype, **config)
-        for name, parameter in self.hf.named_parameters():
-            if "ln_" in name:  # transformer-lens 3 rounds the norms to float32 as it loads them
-                parameter.data = parameter.data.float().to(dtype)
+        for parameter in self.hf.parameters():
+            # HookedTransformer rounds norms and biases to float32 as it loads them.
+            parameter.data = parameter.data.float().to(dtype)
         self.n_layers = self.hf.config.n_layer
         self.n_heads = self.hf.config.n_head
         self.d_model = self.hf.config.n_embd

@@ -15,7 +15,7 @@ from sinkscope.capture import Progress
 from sinkscope.display import number
 from sinkscope.experiments._engine import Request, run_experiments, to_numpy, token_texts
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import TokenBatch
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
 from sinkscope.scores import IdentityReader
 
@@ -128,6 +128,7 @@ class ScoreTermsExperiment:
 
     def __init__(self, view: ModelView, batch: TokenBatch) -> None:
         view.require_query_bias()
+        require_batch(batch)
         self._view = view
         columns = batch.mask[0].nonzero()[:, 0]
         self._query = len(columns) - 1
