@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope._types import LayerPatterns, Layers, PerKey, Residual
+from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.capture import stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
@@ -282,7 +282,7 @@ class IdentityReader:
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
         layer = _layer(site)
         if site.kind == "attn_in":
-            terms, size = score_terms(self._view, layer, tensor)
+            terms, size = score_terms(self._view, layer, tensor, chunk.mask)
             self._keep(layer, terms)
             content, query_bias, key_bias, bias_bias = terms
             self._total = content + query_bias + key_bias + bias_bias
@@ -349,7 +349,7 @@ class _TermsReader(IdentityReader):
 
 
 def score_terms(
-    view: ModelView, layer: int, attn_in: Residual
+    view: ModelView, layer: int, attn_in: Residual, mask: Mask
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], float]:
     """The four terms of one layer from what enters W_Q and W_K.
 
@@ -357,10 +357,12 @@ def score_terms(
         view: the model.
         layer: 0-based.
         attn_in: `[batch pos d_model]`, n.
+        mask: `[batch pos]`, true where a token is.
 
     Returns:
         content `[batch head query key]`, query_bias `[batch head 1 key]`, key_bias
-        `[batch head query 1]`, bias_bias `[batch head 1 1]`, and the largest `scale |q||k|`.
+        `[batch head query 1]`, bias_bias `[batch head 1 1]`, and the largest `scale |q||k|` of
+        tokens in the same prompt.
     """
     scale = view.attention_scale(layer)
     b_Q, b_K = view.b_Q(layer), view.b_K(layer)
@@ -373,11 +375,13 @@ def score_terms(
     key_bias = scale * torch.einsum("bhqe,he->bhq", q, b_K)[..., None]
     constant = scale * (b_Q * b_K).sum(-1)
     bias_bias = constant[None, :, None, None].expand(attn_in.shape[0], -1, -1, -1)
-    size = scale * float(
-        (q.norm(dim=-1).amax() + b_Q.norm(dim=-1).amax())
-        * (k.norm(dim=-1).amax() + b_K.norm(dim=-1).amax())
+    padding = ~mask.to(attn_in.device)[:, None, :]
+    q_size, k_size = (
+        x.norm(dim=-1).masked_fill(padding, 0).amax((1, 2)) + bias.norm(dim=-1).amax()
+        for x, bias in ((q, b_Q), (k, b_K))
     )
-    return (content, query_bias, key_bias, bias_bias), abs(size)
+    size = abs(scale) * float((q_size * k_size).amax())
+    return (content, query_bias, key_bias, bias_bias), size
 
 
 def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what: str) -> float:

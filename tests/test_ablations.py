@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -50,9 +51,15 @@ BASE = base_model()
 IDS = torch.randint(0, 50, (3, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
+@functools.cache
+def shared_model(kind: str) -> Any:
+    """One model for the whole module: every call leaves it as it was (see test_restoration)."""
+    return hook(copy.deepcopy(BASE), kind)
+
+
 @pytest.fixture
 def model(kind: str) -> Any:
-    return hook(copy.deepcopy(BASE), kind)
+    return shared_model(kind)
 
 
 @pytest.fixture
@@ -461,7 +468,8 @@ WAYS = [
 ]
 
 
-def processed_free_bridge() -> Any:
+@functools.cache
+def compatible_bridge() -> Any:
     bridge = hook(copy.deepcopy(BASE), "bridge")
     bridge.enable_compatibility_mode(disable_warnings=True, no_processing=True)
     return bridge
@@ -498,7 +506,7 @@ def test_three_ways_give_the_same(model: Any, batch: ss.TokenBatch, way: Ablatio
 @pytest.mark.parametrize("name", list(PAPER))
 def test_three_ways_in_compatibility_mode(name: str) -> None:
     """In compatibility mode an alias fires twice; a sinkscope edit acts once all the same."""
-    model = processed_free_bridge()
+    model = compatible_bridge()
     batch = ss.token_batch(model, IDS)
     way, edited = ss.PAPER_CONDITIONS[name], weights_patterns(PAPER[name])
     close(ss.patterns(model, batch, way), edited)
