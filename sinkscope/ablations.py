@@ -28,8 +28,8 @@ from sinkscope.epe import EPE, extract_epe
 from sinkscope.errors import EditError, InvalidInputError, NotApplicableError
 from sinkscope.massive import Rule, TopK, find_massive_coordinates
 from sinkscope.metrics import position_ids
-from sinkscope.model import HookFn, ModelView, model_view
-from sinkscope.prompts import TokenBatch
+from sinkscope.model import HookFn, ModelView, model_view, whole_numbers
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
 
 
@@ -124,6 +124,10 @@ class Remaining:
             taken.at[position] = _scaled(left, where, factor)
         return taken
 
+    def any(self) -> bool:
+        """Whether there is any amount at all."""
+        return any(bool(amount.any()) for amount in (self.everywhere, *self.at.values()))
+
     def per_token(self, tensor: Float[Tensor, "batch pos ..."], rows: RowPositions) -> Tensor:
         """The amounts for a tensor: one for all tokens, or `[batch pos ...]` where they differ."""
         if not self.at:
@@ -159,6 +163,8 @@ class EditContext:
     @classmethod
     def of(cls, batch: TokenBatch | None) -> EditContext:
         """A fresh context for a batch."""
+        if batch is not None:
+            require_batch(batch)
         masked = batch is not None and not bool(batch.mask.all())
         return cls(RowPositions(batch.mask if batch is not None and masked else None))
 
@@ -191,6 +197,7 @@ class Ablation(ABC):
         """
         view = model_view(model)
         edits = self.edits(view, EditContext.of(batch))
+        refuse_dead_edits(view, edits)
         resolved = [view.resolve(edit.site, edit.fn) for edit in edits]
         return [(str(point.name), fn) for point, fn in resolved]
 
@@ -204,6 +211,7 @@ class Ablation(ABC):
         """
         view = model_view(model)
         edits = self.edits(view, EditContext.of(batch))
+        refuse_dead_edits(view, edits)
         with view.hooks([(edit.site, edit.fn) for edit in edits]):
             yield
 
@@ -218,7 +226,10 @@ class Ablation(ABC):
         """
         if not callable(fn):
             raise InvalidInputError(
-                "A hook is a function", expected="fn(tensor, hook)", got=repr(fn)
+                "A hook is a function",
+                expected="fn(tensor, hook)",
+                got=repr(fn),
+                fix="pass a function, or a lambda",
             )
         return FromHook(site, fn, name or str(getattr(fn, "__name__", "hook")))
 
@@ -256,6 +267,8 @@ class ZeroQueryBias(Ablation):
         heads: all if None, the same in every layer.
         positions: the queries it holds for, all if None.
 
+    Raises `ProcessedWeightsError` on folded weights, where b_Q also holds what LN1's bias adds.
+
     Source: the paper, "No Query Bias" (all layers and heads).
     """
 
@@ -265,12 +278,17 @@ class ZeroQueryBias(Ablation):
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         view.require_query_bias()
-        return [self._edit(view, context, layer) for layer in view.layers(self.layers)]
+        view.require_raw_weights("Zeroing the query bias")
+        edits = [self._edit(view, context, layer) for layer in view.layers(self.layers)]
+        return [edit for edit in edits if edit is not None]
 
-    def _edit(self, view: ModelView, context: EditContext, layer: int) -> Edit:
+    def _edit(self, view: ModelView, context: EditContext, layer: int) -> Edit | None:
         bias = view.b_Q(layer)
         left = context.query_bias.setdefault(layer, Remaining(bias.new_ones(view.n_heads)))
         taken = left.scale(list(view.heads(self.heads)), 0.0, _positions(view, self.positions))
+
+        if not taken.any():
+            return None
 
         def subtract(q: Tensor, hook: Any) -> Tensor:
             return q - taken.per_token(q, context.rows)[..., None] * bias
@@ -293,8 +311,7 @@ class ReplacePosition(Ablation):
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         view.require_learned_positions()
-        for position in (self.source, self.target):
-            _positions(view, position)
+        _positions(view, (self.source, self.target))
 
         def replace(pos_embed: Tensor, hook: Any) -> Tensor:
             index = torch.arange(pos_embed.shape[0], device=pos_embed.device)
@@ -333,7 +350,7 @@ class ZeroToken(Ablation):
     position: int = 0
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        return [_zero(Site("embed"), context.rows, _positions(view, self.position))]
+        return [_zero(Site("embed"), context.rows, _positions(view, (self.position,)))]
 
 
 @dataclass(frozen=True)
@@ -439,12 +456,13 @@ class ZeroKeyColumns(Ablation):
             return find_massive_coordinates(
                 extract_epe(view).vectors[0], self.coordinates
             ).coordinates
-        chosen = tuple(int(c) for c in self.coordinates)
-        if any(not 0 <= c < view.d_model for c in chosen) or not chosen:
+        chosen = whole_numbers(self.coordinates)
+        if not chosen or any(not 0 <= c < view.d_model for c in chosen):
             raise InvalidInputError(
                 "Coordinates are numbers of d_model",
                 expected=f"from 0 to {view.d_model - 1}, and at least one",
-                got=list(chosen)[:10],
+                got=repr(self.coordinates)[:80],
+                fix="choose coordinates, or pass a rule such as TopK(3)",
             )
         return chosen
 
@@ -474,8 +492,13 @@ class ZeroRandomKeyColumns(Ablation):
 
     def draws(self, view: ModelView) -> tuple[tuple[int, ...], ...]:
         """The coordinates of each layer, repeats and all."""
-        if self.n < 1:
-            raise InvalidInputError("At least one column is drawn", expected="n >= 1", got=self.n)
+        if not all(isinstance(number, int) for number in (self.n, self.seed)) or self.n < 1:
+            raise InvalidInputError(
+                "Columns are drawn by two whole numbers",
+                expected="n of 1 or more, and a seed",
+                got=f"n={self.n!r}, seed={self.seed!r}",
+                fix="use the paper's n=3 and seed=42",
+            )
         rng = random.Random(self.seed)
         return tuple(
             tuple(rng.randint(0, view.d_model - 1) for _ in range(self.n))
@@ -502,6 +525,7 @@ class LiftCausalMask(Ablation):
     layers: Layers = None
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
+        view.require_live_scores("Lifting the causal mask")
         edits: list[Edit] = []
         for layer in view.layers(self.layers):
             edits += _full_attention(view, context.rows, layer)
@@ -531,14 +555,32 @@ def condition(name: str) -> Ablation:
     Raises:
         InvalidInputError: no such condition.
     """
-    if name not in PAPER_CONDITIONS:
+    if not isinstance(name, str) or name not in PAPER_CONDITIONS:
         raise InvalidInputError(
-            "Unknown condition", expected=", ".join(PAPER_CONDITIONS), got=repr(name)
+            "Unknown condition",
+            expected=", ".join(PAPER_CONDITIONS),
+            got=repr(name),
+            fix="use one of these names as it is spelt here",
         )
     return PAPER_CONDITIONS[name]
 
 
 # --- shared mechanics ---------------------------------------------------------------------
+
+
+def refuse_dead_edits(view: ModelView, edits: Sequence[Edit]) -> None:
+    """An edit after the fact changes what is read and not what the model does."""
+    late = {Site(k, n) for k in ("attn_scores", "pattern") for n in range(view.n_layers)}
+    points = {id(view.hook_point(site)): site for site in late if site.kind in view.sites.names}
+    for edit in edits:
+        site = points.get(id(view.hook_point(edit.site)))
+        if site is not None and not edit.only_looks and not view.scores_are_live():
+            raise EditError(
+                f"An edit at {site} would not reach this model's output",
+                expected="a model that computes on with what the hook gives back",
+                got=f"{view.name}, whose attention is left to transformers and hooked afterwards",
+                fix="edit q, k, v or z instead",
+            )
 
 
 def _parts_of(ablation: Ablation) -> tuple[Ablation, ...]:
@@ -549,12 +591,13 @@ def _positions(view: ModelView, positions: Layers) -> tuple[int, ...] | None:
     """The chosen positions, checked against the context; None stands for all."""
     if positions is None:
         return None
-    chosen = (positions,) if isinstance(positions, int) else tuple(int(p) for p in positions)
+    chosen = whole_numbers(positions)
     if not chosen or any(not 0 <= p < view.n_ctx for p in chosen):
         raise InvalidInputError(
             "Positions count from each prompt's first token",
             expected=f"from 0 to {view.n_ctx - 1}, and at least one",
             got=repr(positions),
+            fix="choose a position that the prompts have",
         )
     return chosen
 
@@ -613,6 +656,13 @@ def _key_column_pair(
         seen["coordinates"] = attn_in[..., coordinates]
 
     def subtract(k: Tensor, hook: Any) -> Tensor:
+        if "coordinates" not in seen:
+            raise EditError(
+                f"In layer {layer} keys were made before what enters W_K was seen",
+                expected="a normalisation in front of the attention",
+                got="one behind it (a post-LN model)",
+                fix="use an ablation that does not need what enters W_K",
+            )
         removed = taken.per_token(k, context.rows) * seen.pop("coordinates")[..., None, :]
         return k - torch.einsum("bphc,hce->bphe", removed, columns)
 

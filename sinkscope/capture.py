@@ -14,10 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sinkscope.ablations import Ablation, Composition, Edit, EditContext
+from sinkscope.ablations import (
+    Ablation,
+    Composition,
+    Edit,
+    EditContext,
+    refuse_dead_edits,
+)
 from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
 from sinkscope.model import HookFn, ModelView
-from sinkscope.prompts import TokenBatch
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
 
 Progress = Callable[[int], None]
@@ -69,12 +75,14 @@ def stream(
     Warns:
         NoEffectWarning: an edit left every tensor as it was.
     """
+    require_batch(batch)
     ablation = Composition() if ablation is None else ablation
     if not isinstance(ablation, Ablation):
         raise InvalidInputError(
             "This is not an ablation",
             expected="one of sinkscope.ablations, a sum of them, or Ablation.from_hook(site, fn)",
             got=repr(ablation),
+            fix="look conditions up by name with sinkscope.ablations.condition(name)",
         )
     if not readers:
         return
@@ -82,9 +90,9 @@ def stream(
     witnesses: dict[int, _Witness] = {}
     with view.measuring():
         for chunk in batch.chunks(batch_size):
-            edits = list(ablation.edits(view, EditContext.of(chunk)))
+            edits = ablation.edits(view, EditContext.of(chunk))
             if not witnesses:
-                _refuse_dead_edits(view, edits)
+                refuse_dead_edits(view, edits)
             for n, edit in enumerate(edits):
                 witnesses.setdefault(n, _Witness(edit)).edit = edit
             hooks: list[tuple[Site | str, HookFn]] = [
@@ -141,21 +149,6 @@ def _reading_hooks(
         return read
 
     return [(site, hook_for(site, interested)) for site, interested in at.items()]
-
-
-def _refuse_dead_edits(view: ModelView, edits: Sequence[Edit]) -> None:
-    """An edit after the fact changes what is read and not what the model does."""
-    late = {Site(k, n) for k in ("attn_scores", "pattern") for n in range(view.n_layers)}
-    points = {id(view.hook_point(site)): site for site in late if site.kind in view.sites.names}
-    for edit in edits:
-        site = points.get(id(view.hook_point(edit.site)))
-        if site is not None and not edit.only_looks and not view.scores_are_live():
-            raise EditError(
-                f"An edit at {site} would not reach this model's output",
-                expected="a model that computes on with what the hook gives back",
-                got=f"{view.name}, whose attention is left to transformers and hooked afterwards",
-                fix="edit q, k, v or z instead",
-            )
 
 
 def _refuse_repeats(view: ModelView, site: Site) -> None:

@@ -124,7 +124,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     from pathlib import Path
 
     from sinkscope.model import model_view
-    from sinkscope.prompts import fold_whitespace, load_prompts, token_batch
+    from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import write_all
     from sinkscope.reproduction import reproduce
     from sinkscope.results import require_writable
@@ -138,11 +138,8 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     out = Path(arguments.out)
     require_writable(out)
     view = model_view(_load(arguments))
-    prompts = load_prompts(view, arguments.prompts)
-    folded = type(prompts)(
-        tuple(fold_whitespace(text) for text in prompts.texts), prompts.corpora, prompts.source
-    )
-    batch = token_batch(view, folded, length=arguments.length)
+    prompts = load_prompts(view, arguments.prompts).folded()
+    batch = token_batch(view, prompts, length=arguments.length)
     with _progress(f"{view.name}: {len(batch)} prompts") as (total, progress):
         result = reproduce(
             view,

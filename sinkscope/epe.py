@@ -94,6 +94,7 @@ def query_bias(
             "Unknown kind of query bias",
             expected="'raw' or 'effective'",
             got=repr(kind),
+            fix="choose one of these; the paper's is 'raw'",
         )
     if kind == "raw":
         view.require_raw_weights("The raw query bias")
@@ -162,11 +163,12 @@ def epe_bias_alignment(
     view = model_view(model)
     view.require_query_bias()
     n_positions = view.n_ctx if n_positions is None else n_positions
-    if not 1 <= n_positions <= view.n_ctx:
+    if not isinstance(n_positions, int) or not 1 <= n_positions <= view.n_ctx:
         raise InvalidInputError(
             "The model does not have that many positions",
             expected=f"n_positions from 1 to {view.n_ctx}",
             got=n_positions,
+            fix="ask for fewer, or pass None for all",
         )
     epe = extract_epe(view, through_ln=through_ln).vectors[:n_positions]
     cosines = []

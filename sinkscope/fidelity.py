@@ -65,7 +65,7 @@ def epe_fidelity(
         mlp = MlpFidelityReader(view, epe)
         stream(view, batch, [mlp], batch_size=batch_size)
         return mlp.result()
-    if through in BLOCK_FORMS:
+    if isinstance(through, str) and through in BLOCK_FORMS:
         outputs = []
         for ablation in BLOCK_FORMS[through]:
             reader = FirstBlockReader()
@@ -76,6 +76,7 @@ def epe_fidelity(
         "Unknown form of fidelity",
         expected="'mlp', 'block' or 'causal_block'",
         got=repr(through),
+        fix="choose one of these",
     )
 
 

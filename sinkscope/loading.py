@@ -68,6 +68,13 @@ def load_model(
                 fix="check the path",
             )
         return _from_hub(str(model), tokenizer, device, dtype)
+    if hasattr(model, "hook_dict"):
+        raise InvalidInputError(
+            "This model is hooked already",
+            expected="a name, a directory, or a transformers model object",
+            got=type(model).__name__,
+            fix="pass it to sinkscope's functions as it is",
+        )
     if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
         raise InvalidInputError(
             "This can't be loaded as a model",

@@ -34,6 +34,7 @@ class MeanStd:
 
     def threshold(self, vector: Vector) -> float:
         """`mean|v| + k std|v|`."""
+        _require_number("MeanStd", k=self.k)
         magnitude = vector.abs()
         return float(magnitude.mean() + self.k * magnitude.std(correction=0))
 
@@ -49,7 +50,7 @@ class TopK:
 
     def threshold(self, vector: Vector) -> float:
         """The largest magnitude that is left out (minus infinity if none is)."""
-        if not 1 <= self.k <= vector.numel():
+        if not isinstance(self.k, int) or not 1 <= self.k <= vector.numel():
             raise InvalidInputError(
                 "TopK asks for more or fewer coordinates than there are",
                 expected=f"k from 1 to {vector.numel()}",
@@ -74,6 +75,9 @@ class MedianRatio:
 
     def threshold(self, vector: Vector) -> float:
         """`max(absolute, ratio * median|v|)`."""
+        _require_number("MedianRatio", ratio=self.ratio)
+        if self.absolute is not None:
+            _require_number("MedianRatio", absolute=self.absolute)
         relative = self.ratio * float(vector.abs().quantile(0.5))
         return relative if self.absolute is None else max(self.absolute, relative)
 
@@ -129,6 +133,14 @@ def find_massive_coordinates(
             expected="MeanStd(k), TopK(k), MedianRatio(absolute, ratio), or an object with "
             "threshold(vector)",
             got=repr(rule),
+            fix="pass one of these, or None for the paper's MeanStd(3.0)",
+        )
+    if not isinstance(vector, Tensor):
+        raise InvalidInputError(
+            "The vector is not a tensor",
+            expected="a tensor of shape [d_model]",
+            got=type(vector).__name__,
+            fix="pass torch.tensor(vector)",
         )
     if vector.ndim != 1 or vector.numel() == 0:
         raise InvalidInputError(
@@ -143,6 +155,7 @@ def find_massive_coordinates(
             "The vector holds values that are not finite",
             expected="finite values",
             got=f"{int((~torch.isfinite(vector)).sum())} of {vector.numel()} NaN or infinite",
+            fix="look at the weights or the run that the vector is from",
         )
     if not vector.is_floating_point() or vector.dtype in (torch.float16, torch.bfloat16):
         vector = vector.float()
@@ -156,6 +169,17 @@ def find_massive_coordinates(
         rule=rule,
         d_model=vector.numel(),
     )
+
+
+def _require_number(rule: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, (int, float)):
+            raise InvalidInputError(
+                f"{rule} compares with numbers",
+                expected=f"a number for {name}",
+                got=repr(value),
+                fix=f"pass {rule}({name}=3.0), say",
+            )
 
 
 def _above(vector: Tensor, order: Tensor, threshold: float) -> Bool[Tensor, " d_model"]:

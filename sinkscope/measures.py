@@ -41,8 +41,9 @@ class LayerReader:
         return [Site(self._kind, layer) for layer in self._seen]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
-        if site.layer is not None:
-            self._seen[site.layer].append(self._reduce(tensor, chunk))
+        if site.layer is None:
+            return
+        self._seen[site.layer].append(self._reduce(tensor, chunk))
 
     def result(self) -> Tensor:
         """`[batch layer ...]`, layers in the order they were chosen."""
@@ -78,9 +79,22 @@ class PatternReader:
         return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
 
 
+def _refuse_nan(what: str, at_tokens: Tensor) -> None:
+    count = int(torch.isnan(at_tokens).sum())
+    if count:
+        raise IdentityError(
+            f"The model gives NaN in the {what} of tokens that are not padding",
+            expected="numbers",
+            got=f"{count} NaN",
+            fix="look for overflow in this dtype, a fully masked row, or a hook that makes NaN; "
+            "padding on the other side may help",
+        )
+
+
 def _refuse_stray_attention(pattern: Tensor, mask: Tensor, visible: Tensor, layer: int) -> None:
+    _refuse_nan("attention", pattern.masked_fill(~visible[:, None], 0))
     hidden = (mask[:, :, None] & ~visible)[:, None]
-    stray = float((pattern * hidden).amax())
+    stray = float(pattern.masked_fill(~hidden, 0).amax())
     if not stray <= STRAY_ATTENTION:
         raise IdentityError(
             f"In layer {layer} queries attend to keys that they should not see",
@@ -110,7 +124,7 @@ def patterns(
     Returns:
         `[batch layer head query key]`.
     """
-    return _per_layer(model, batch, ablation, layers, None, batch_size, "pattern", _clone)
+    return _per_layer(model, batch, ablation, layers, None, batch_size, "pattern", _whole_pattern)
 
 
 def sink_score(
@@ -236,6 +250,7 @@ def value_norms(
 
     def reduce(v: Tensor, chunk: TokenBatch) -> Tensor:
         norms = v.norm(dim=-1).transpose(1, 2)
+        _refuse_nan("values", norms.transpose(1, 2)[chunk.mask.to(norms.device)])
         return norms.masked_fill(~chunk.mask[:, None, :].to(norms.device), NAN)
 
     return _per_layer(model, batch, ablation, layers, None, batch_size, "v", reduce)
@@ -264,13 +279,16 @@ def residual_norms(
 
     def reduce(x: Tensor, chunk: TokenBatch) -> Tensor:
         norms = x.norm(dim=-1)
+        _refuse_nan("residual stream", norms[chunk.mask.to(norms.device)])
         return norms.masked_fill(~chunk.mask.to(norms.device), NAN)
 
     return _per_layer(model, batch, ablation, layers, None, batch_size, "resid_pre", reduce)
 
 
-def _clone(tensor: Tensor, chunk: TokenBatch) -> Tensor:
-    return tensor.clone()
+def _whole_pattern(pattern: Tensor, chunk: TokenBatch) -> Tensor:
+    rows = pattern.transpose(1, 2)[chunk.mask.to(pattern.device)]
+    _refuse_nan("attention", rows)
+    return pattern.clone()
 
 
 def _per_layer(

@@ -106,11 +106,12 @@ def sink_rate(
 
     Source: Gu et al. 2025 (eps 0.3).
     """
-    if not 0 <= eps <= 1:
+    if not isinstance(eps, (int, float)) or not 0 <= eps <= 1:
         raise InvalidInputError(
             "The threshold of the sink rate is a share of attention",
             expected="eps from 0 to 1",
             got=eps,
+            fix="use 0.3, the source's, or another share",
         )
     rows = torch.arange(mask.shape[0], device=mask.device)
     return (received[rows, :, first_positions(mask)] > eps).to(received.dtype)

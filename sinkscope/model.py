@@ -7,6 +7,7 @@ is. Everything after this module sees models through `ModelView` alone.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -282,6 +283,45 @@ class ModelView(HtmlTable):
                 fix=_HOW_TO_LOAD_RAW,
             )
 
+    def require_live_scores(self, what: str) -> None:
+        """Raise unless the model computes on with edited scores."""
+        if not self.scores_are_live():
+            raise NotApplicableError(
+                f"{what} is not applicable: this model's scores can't be edited",
+                expected="a model that computes on with what the hook of its scores gives back",
+                got=f"{self.name}, whose attention is left to transformers and hooked afterwards",
+                fix="use measures and ablations that do not edit scores",
+            )
+
+    def require_plain_scores(self) -> None:
+        """Raise unless a score is `scale q.k`, q and k linear in what enters W_Q and W_K."""
+        found = []
+        if self.parts.positions not in ("standard", "none"):
+            found.append(f"positions of type {self.parts.positions!r}")
+        if getattr(self.block(0).attn, "q_norm", None) is not None:
+            found.append("norms on queries and keys")
+        if (getattr(self.model.cfg, "attn_scores_soft_cap", None) or 0) > 0:
+            found.append("a soft cap on scores")
+        if not self._runs_in_order("attn_in", "q"):
+            found.append("norms behind the attention")
+        if found:
+            raise NotApplicableError(
+                "Not applicable: this model's scores do not split into the four terms",
+                expected="scores that are scale q.k of the output of a norm in front",
+                got=f"{self.name} with {' and '.join(found)}",
+                fix="use measures of the pattern",
+            )
+
+    def require_norm_in_front(self, what: str) -> None:
+        """Raise unless the hooked normalisation is the one that W_Q and W_K read."""
+        if not self._runs_in_order("attn_in", "q"):
+            raise NotApplicableError(
+                f"{what} is not applicable: the norm lies behind the attention",
+                expected="a normalisation in front of W_Q and W_K",
+                got=self.name,
+                fix="use measures of the pattern",
+            )
+
     def require_key_only_shift(self) -> None:
         """Raise unless the query-bias term of a score depends on the key alone."""
         normed = getattr(self.block(0).attn, "q_norm", None) is not None
@@ -361,7 +401,13 @@ class ModelView(HtmlTable):
 
         Where TransformerBridge leaves attention to transformers it fires both hooks after the
         fact, and with the pattern at both: scores can't be read there and neither be edited.
-        Found out by running two tokens through the first layer, unseen by the user's hooks.
+        """
+        return self._runs_in_order("attn_scores", "pattern", "z")
+
+    def _runs_in_order(self, *kinds: str) -> bool:
+        """Whether the first layer passes these sites in this order, seen on two tokens.
+
+        The user's hooks do not see them.
         """
         order: list[str] = []
 
@@ -372,11 +418,10 @@ class ModelView(HtmlTable):
             return hook_fn
 
         ids = torch.zeros(1, min(2, self.n_ctx), dtype=torch.long, device=self.device)
-        kinds = ("attn_scores", "pattern", "z")
-        probe = [(Site(k, 0), note(k)) for k in kinds]
+        probe = [(Site(kind, 0), note(kind)) for kind in kinds]
         with self.measuring(), _hooks_silenced(self.model), self.hooks(probe):
             self.model(ids, stop_at_layer=1, return_type=None)
-        return order == list(kinds)
+        return tuple(dict.fromkeys(order)) == kinds
 
     def resolve(self, site: Site | str, fn: HookFn) -> tuple[Any, HookFn]:
         """The hook point of a site, and the function to hang there.
@@ -557,6 +602,17 @@ def _centred_keys(model: Any) -> bool:
     return all(a is not None and _is_centred(a.W_K.detach().transpose(-1, -2)) for a in attentions)
 
 
+def whole_numbers(values: Any) -> tuple[int, ...] | None:
+    """One whole number or several as a tuple; None if they are anything else."""
+    try:
+        numbers = tuple(values) if isinstance(values, Iterable) else (values,)
+        if any(isinstance(n, (bool, str)) for n in numbers):
+            return None
+        return tuple(operator.index(n) for n in numbers)
+    except TypeError:
+        return None
+
+
 def _indices(
     chosen: Layers, default: Iterable[int] | None, size: int, what: str
 ) -> tuple[int, ...]:
@@ -570,10 +626,7 @@ def _indices(
                 fix=f"say which, as in {what}s=[0]",
             )
         return indices
-    try:
-        indices = (chosen,) if isinstance(chosen, int) else tuple(int(i) for i in chosen)
-    except (TypeError, ValueError):
-        indices = ()
+    indices = whole_numbers(chosen) or ()
     if not indices or any(not 0 <= i < size for i in indices) or len(set(indices)) != len(indices):
         raise InvalidInputError(
             f"Unknown {what} in {chosen!r}",

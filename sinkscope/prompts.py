@@ -145,6 +145,11 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def folded(self) -> Prompts:
+        """The same prompts with every run of whitespace as one space (the paper's protocol)."""
+        texts = tuple(fold_whitespace(text) for text in self.texts)
+        return Prompts(texts, self.corpora, self.source)
+
 
 def token_batch(
     model: Any,
@@ -270,9 +275,10 @@ def load_prompts(model: Any, source: str | Path) -> Prompts:
 
     Args:
         model: a hooked model or its view; "paper" counts tokens with its tokenizer.
-        source: "demo" (shipped with sinkscope), "paper" (SST-2, GSM8K and HumanEval through
-            the `datasets` library), or the path of a .txt (one prompt a line), .csv (column
-            `text`) or .jsonl file (field `text`); csv and jsonl may also have `corpus`.
+        source: "demo" (shipped with sinkscope, whitespace folded), "paper" (SST-2, GSM8K and
+            HumanEval through the `datasets` library), or the path of a .txt (one prompt a
+            line), .csv (column `text`) or .jsonl file (field `text`); csv and jsonl may also
+            have `corpus`.
 
     Raises:
         LoadError: the file or data set cannot be read, or holds no prompt.
@@ -286,7 +292,7 @@ def load_prompts(model: Any, source: str | Path) -> Prompts:
         )
     if source == "demo":
         shipped = resources.files("sinkscope") / "demo" / "prompts.jsonl"
-        return _prompts(_read_jsonl(shipped.read_text("utf-8"), "demo"), "demo")
+        return _prompts(_read_jsonl(shipped.read_text("utf-8"), "demo"), "demo").folded()
     if source == "paper":
         return paper_prompts(model)
     return read_prompts(Path(source))

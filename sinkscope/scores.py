@@ -17,12 +17,16 @@ from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
 from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.metrics import NAN
-from sinkscope.model import ModelView, model_view
+from sinkscope.model import ModelView, model_view, whole_numbers
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
 
 TOLERANCE_FACTOR = 64
 """Identities hold to this many units of the dtype's precision, times the largest `scale |q||k|`."""
+HALF_FACTOR = 4
+"""The same for half precision, whose units are large: 64 of them would refuse nothing."""
+HALF_PATTERN_FACTOR = 16
+"""In half precision patterns hold to this many units: a share of attention is at most 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +91,8 @@ def decompose_scores(
 
     Both identities are checked in every layer, head and visible pair: the sum of the terms
     against the model's own score, and `softmax(sum + mask)` against its own pattern. The
-    tolerance is `64 eps max(1, scale |q||k|)`, eps of the model's dtype.
+    tolerance is `64 eps max(1, scale |q||k|)`, eps of the model's dtype; in half precision the
+    factor is 4, and patterns hold to `16 eps`.
 
     Works on processed weights as well; there `bias_kind` says "effective".
 
@@ -159,6 +164,7 @@ def shift_by_coordinate(
     view = model_view(model)
     chosen = view.layers(layers)
     gamma = coordinate_alignment(view, layers=chosen)
+    view.require_norm_in_front("Delta")
     reader = AttnInReader(chosen)
     stream(view, batch, [reader], batch_size=batch_size)
     split = torch.einsum("blpd,lhd->blhpd", reader.result(), gamma)
@@ -186,7 +192,7 @@ def shift_share(
     """
     view = model_view(model)
     chosen = view.layers(layers)
-    columns = [int(c) for c in coordinates]
+    columns = list(whole_numbers(coordinates) or ())
     if (
         not columns
         or len(set(columns)) < len(columns)
@@ -194,10 +200,12 @@ def shift_share(
     ):
         raise InvalidInputError(
             "Coordinates are numbers of d_model, each once",
-            expected=f"from 0 to {view.d_model - 1}",
-            got=columns[:10],
+            expected=f"from 0 to {view.d_model - 1}, and at least one",
+            got=repr(coordinates)[:80],
+            fix="choose coordinates of the residual stream",
         )
     gamma = coordinate_alignment(view, layers=chosen)[..., columns]
+    view.require_norm_in_front("Delta")
     reader = AttnInReader(chosen, columns)
     stream(view, batch, [reader], batch_size=batch_size)
     share = torch.einsum("blpc,lhc->blhp", reader.result(), gamma)
@@ -230,9 +238,13 @@ class ShiftReader:
     def __init__(self, view: ModelView, convention: str, layers: tuple[int, ...]) -> None:
         if convention not in ("paper", "score"):
             raise InvalidInputError(
-                "Unknown convention for Delta", expected="'paper' or 'score'", got=repr(convention)
+                "Unknown convention for Delta",
+                expected="'paper' or 'score'",
+                got=repr(convention),
+                fix="choose one of these",
             )
         self._gamma = coordinate_alignment(view, layers=layers)
+        view.require_norm_in_front("Delta")
         self._scales = [view.attention_scale(layer) for layer in layers]
         self._convention = convention
         self._layers = layers
@@ -267,6 +279,7 @@ class IdentityReader:
     """
 
     def __init__(self, view: ModelView, layers: tuple[int, ...]) -> None:
+        view.require_plain_scores()
         self._view = view
         self._layers = layers
         self._kinds = ("attn_scores", "pattern") if view.scores_are_live() else ("pattern",)
@@ -286,7 +299,7 @@ class IdentityReader:
             self._keep(layer, terms)
             content, query_bias, key_bias, bias_bias = terms
             self._total = content + query_bias + key_bias + bias_bias
-            self._tolerance = TOLERANCE_FACTOR * _eps(tensor.dtype) * max(1.0, size)
+            self._tolerance = _factor(tensor.dtype) * _eps(tensor.dtype) * max(1.0, size)
             self.tolerance = max(self.tolerance, self._tolerance)
             return
         if self._total is None:
@@ -304,7 +317,7 @@ class IdentityReader:
             own = self._total.masked_fill(~visible, -math.inf).softmax(-1)
             error = (own - tensor).abs()
             what = "softmax of the sum of the four terms is not the model's own pattern"
-            tolerance = max(self._tolerance, _softmax_tolerance(tensor, visible))
+            tolerance = _pattern_tolerance(self._tolerance, tensor, visible)
             self.tolerance = max(self.tolerance, tolerance)
             worst = _largest(error, visible, tolerance, layer, what)
             self.pattern_error = max(self.pattern_error, worst)
@@ -365,11 +378,11 @@ def score_terms(
         tokens in the same prompt.
     """
     scale = view.attention_scale(layer)
-    b_Q, b_K = view.b_Q(layer), view.b_K(layer)
-    q = torch.einsum("bpd,hde->bhpe", attn_in, view.W_Q(layer))
-    k = torch.einsum("bpd,hde->bhpe", attn_in, view.W_K(layer))
-    if b_K is None:
-        b_K = torch.zeros_like(b_Q)
+    attn_in = at_least_single(attn_in)
+    b_Q, bias = at_least_single(view.b_Q(layer)), view.b_K(layer)
+    b_K = torch.zeros_like(b_Q) if bias is None else at_least_single(bias)
+    q = torch.einsum("bpd,hde->bhpe", attn_in, at_least_single(view.W_Q(layer)))
+    k = torch.einsum("bpd,hde->bhpe", attn_in, at_least_single(view.W_K(layer)))
     content = scale * q @ k.transpose(-1, -2)
     query_bias = scale * torch.einsum("he,bhke->bhk", b_Q, k)[:, :, None, :]
     key_bias = scale * torch.einsum("bhqe,he->bhq", q, b_K)[..., None]
@@ -382,6 +395,11 @@ def score_terms(
     )
     size = abs(scale) * float((q_size * k_size).amax())
     return (content, query_bias, key_bias, bias_bias), size
+
+
+def at_least_single(tensor: Tensor) -> Tensor:
+    """Half precision as float32: our own sums should add no rounding to the model's."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what: str) -> float:
@@ -401,11 +419,21 @@ def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what:
     return worst
 
 
-def _softmax_tolerance(pattern: Tensor, visible: Tensor) -> float:
-    """Many models compute the softmax in float32 whatever their dtype; their row sums tell."""
+def _pattern_tolerance(of_scores: float, pattern: Tensor, visible: Tensor) -> float:
+    """A pattern is off by no more than its scores are, and by what its softmax rounds.
+
+    Many models compute the softmax in float32 whatever their dtype; their row sums tell.
+    """
+    eps = _eps(pattern.dtype)
+    if eps > _eps(torch.float32):
+        return min(of_scores, HALF_PATTERN_FACTOR * eps)
     off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0)
-    single = bool(off.max() > TOLERANCE_FACTOR * _eps(pattern.dtype))
-    return TOLERANCE_FACTOR * _eps(torch.float32) if single else 0.0
+    single = bool(off.max() > TOLERANCE_FACTOR * eps)
+    return max(of_scores, TOLERANCE_FACTOR * _eps(torch.float32) if single else 0.0)
+
+
+def _factor(dtype: torch.dtype) -> int:
+    return HALF_FACTOR if _eps(dtype) > _eps(torch.float32) else TOLERANCE_FACTOR
 
 
 def _eps(dtype: torch.dtype) -> float:

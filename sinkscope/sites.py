@@ -44,14 +44,15 @@ class Site:
     layer: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in MODEL_KINDS + LAYER_KINDS:
+        if not isinstance(self.kind, str) or self.kind not in MODEL_KINDS + LAYER_KINDS:
             raise InvalidInputError(
                 "Unknown site",
                 expected=", ".join(MODEL_KINDS + LAYER_KINDS),
                 got=repr(self.kind),
                 fix="use one of these kinds, or pass a hook name as a string",
             )
-        if (self.layer is None) != (self.kind in MODEL_KINDS):
+        fits = isinstance(self.layer, int) != (self.kind in MODEL_KINDS)
+        if not fits or not isinstance(self.layer, int | None):
             raise InvalidInputError(
                 f"Site {self.kind!r} and layer {self.layer!r} do not fit",
                 expected="a layer for every kind but " + " and ".join(MODEL_KINDS),

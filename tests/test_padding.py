@@ -23,8 +23,9 @@ from sinkscope.ablations import (
     ZeroToken,
 )
 
-# The third row begins with the id that pads, the fourth ends with it.
-ROWS = [[7, 3, 9, 9, 1], [4, 8], [0, 5, 6, 2, 11, 30, 12, 13], [21, 20, 0]]
+# The second row begins with the id that pads and the third ends with it.
+ROWS = [[7, 3], [0, 5, 6, 2, 11, 30, 12], [4, 8, 9, 9, 0]]
+FIRST = {"left": [5, 0, 2], "right": [0, 0, 0]}
 EXACT = 1e-10
 SIDES = ["left", "right"]
 
@@ -89,32 +90,44 @@ RESTRICTED = {
 ABLATIONS = {**ss.PAPER_CONDITIONS, **RESTRICTED}
 
 
-def check(model: Any, side: Any, measure: Measure, axes: int, *ablation: Any) -> None:
+def check(model: Any, sides: list[Any], measure: Measure, axes: int, *ablation: Any) -> None:
+    expected = [measure(model, single, *ablation)[0] for single in alone(model)]
+    for side in sides:
+        check_side(model, side, expected, measure, axes, *ablation)
+
+
+def check_side(
+    model: Any, side: Any, expected: list[Tensor], measure: Measure, axes: int, *ablation: Any
+) -> None:
     padded = ss.token_batch(model, ROWS, padding=side)
-    assert padded.first.tolist() == ([3, 6, 0, 5] if side == "left" else [0, 0, 0, 0])
+    assert padded.first.tolist() == FIRST[side]
     together = measure(model, padded, *ablation)
-    for n, single in enumerate(alone(model)):
-        same(cut(together[n], padded.mask[n], axes), measure(model, single, *ablation)[0])
+    for n, single in enumerate(expected):
+        same(cut(together[n], padded.mask[n], axes), single)
         if axes == 1:
             beyond = together[n][..., ~padded.mask[n]]
             assert bool(beyond.isnan().all()), "no number at padding"
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("condition", list(ABLATIONS))
-def test_each_row_as_if_alone(model: Any, side: str, condition: str) -> None:
-    """`f(padded, ablation)[row] = f(row, ablation)` for every measure and condition."""
+@pytest.mark.parametrize("condition", list(ss.PAPER_CONDITIONS))
+def test_each_row_as_if_alone(model: Any, condition: str) -> None:
+    """`f(padded, ablation)[row] = f(row, ablation)` for every measure and paper condition."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for measure, axes in PER_ABLATION.values():
-            check(model, side, measure, axes, ABLATIONS[condition])
+            check(model, SIDES, measure, axes, ABLATIONS[condition])
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("condition", list(RESTRICTED))
+def test_each_row_as_if_alone_restricted(model: Any, condition: str) -> None:
+    """`patterns(padded, ablation)[row] = patterns(row, ablation)` for single positions."""
+    check(model, SIDES, ss.patterns, 2, ABLATIONS[condition])
+
+
 @pytest.mark.parametrize("name", list(OF_THE_MODEL))
-def test_each_row_as_if_alone_without_ablation(model: Any, side: str, name: str) -> None:
+def test_each_row_as_if_alone_without_ablation(model: Any, name: str) -> None:
     """`f(padded)[row] = f(row)` for Delta, its parts, the four terms and the fidelity."""
-    check(model, side, *OF_THE_MODEL[name])
+    check(model, SIDES, *OF_THE_MODEL[name])
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -177,5 +190,5 @@ def test_a_row_of_one_token(model: Any, side: Any) -> None:
     """Padding does not hide that a row has one token: no sink score, and no silent 1.0."""
     padded = ss.token_batch(model, [*ROWS, [5]], padding=side)
     for measure in (ss.sink_score, ss.sink_rate, ss.sink_position):
-        with pytest.raises(ss.errors.InvalidInputError, match="row 4 with 1"):
+        with pytest.raises(ss.errors.InvalidInputError, match="row 3 with 1"):
             measure(model, padded)

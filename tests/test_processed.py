@@ -100,11 +100,11 @@ def test_identities_hold(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(FOLDED))
 def test_folded_query_bias_term(kind: str, name: str) -> None:
-    """`query_bias(folded) = scale b_eff.(n_j W_K) - scale b_eff.(beta W_K)`, b_eff = b_Q + beta W_Q.
+    """`query_bias(folded) = scale b_eff.(n_j W_K) - scale b_eff.(beta W_K)`.
 
-    So it is the effective bias's term of the raw model, up to one constant per head that the
-    softmax does not see: folding moves `beta W_K` into b_K. Centring W_K takes nothing away,
-    since n^ has mean 0.
+    With `b_eff = b_Q + beta W_Q`. So it is the effective bias's term of the raw model, up to one
+    constant per head that the softmax does not see: folding moves `beta W_K` into b_K. Centring
+    W_K takes nothing away, since n^ has mean 0.
     """
     model = processed(kind, name)
     terms = ss.decompose_scores(model, batch(model))

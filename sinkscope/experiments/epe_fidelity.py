@@ -88,6 +88,7 @@ class EpeFidelityExperiment:
     """Asks for embeddings, and for the first block's output with and without positions."""
 
     def __init__(self, view: ModelView, batch: TokenBatch) -> None:
+        view.require_live_scores('The "block" form of fidelity')
         self._batch = batch
         self._epe = extract_epe(view)
         self._mlp = MlpFidelityReader(view, self._epe)
