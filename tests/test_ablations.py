@@ -535,8 +535,6 @@ def test_an_edit_without_effect_is_reported(model: Any, batch: ss.TokenBatch) ->
         Ablation.from_hook(ss.Site("q", 1), lambda q, hook: q),
         Ablation.from_hook(ss.Site("q", 1), lambda q, hook: None),
         ZeroPositions() + ZeroPositions(positions=[2]),
-        ZeroQueryBias() + ZeroQueryBias(layers=[1]),
-        ZeroKeyColumns([1, 2]) + ZeroKeyColumns([2], heads=[0]),
         ReplacePosition(source=3, target=3),
     ):
         with pytest.warns(NoEffectWarning, match="changed nothing"):
