@@ -241,7 +241,15 @@ class Composition(Ablation):
     parts: tuple[Ablation, ...] = ()
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        return [edit for part in self.parts for edit in part.edits(view, context)]
+        parts = self.parts if isinstance(self.parts, tuple) else (self.parts,)
+        if not all(isinstance(part, Ablation) for part in parts):
+            raise InvalidInputError(
+                "A composition is made of ablations",
+                expected="a tuple of ablations, as a + b makes it",
+                got=repr(self.parts)[:120],
+                fix="write a + b",
+            )
+        return [edit for part in parts for edit in part.edits(view, context)]
 
 
 @dataclass(frozen=True)
@@ -453,9 +461,15 @@ class ZeroKeyColumns(Ablation):
 
     def _coordinates(self, view: ModelView) -> tuple[int, ...]:
         if isinstance(self.coordinates, Rule):
-            return find_massive_coordinates(
-                extract_epe(view).vectors[0], self.coordinates
-            ).coordinates
+            found = find_massive_coordinates(extract_epe(view).vectors[0], self.coordinates)
+            if not len(found):
+                raise EditError(
+                    f"{found.rule} finds no coordinate in EPE_0, so there is no column to remove",
+                    expected=f"a coordinate with |v| > {found.threshold:.4g}",
+                    got="none",
+                    fix="use TopK(3) or another rule, or name the coordinates",
+                )
+            return found.coordinates
         chosen = whole_numbers(self.coordinates)
         if not chosen or any(not 0 <= c < view.d_model for c in chosen):
             raise InvalidInputError(
@@ -492,7 +506,8 @@ class ZeroRandomKeyColumns(Ablation):
 
     def draws(self, view: ModelView) -> tuple[tuple[int, ...], ...]:
         """The coordinates of each layer, repeats and all."""
-        if not all(isinstance(number, int) for number in (self.n, self.seed)) or self.n < 1:
+        whole = all(type(number) is int for number in (self.n, self.seed))
+        if not whole or self.n < 1:
             raise InvalidInputError(
                 "Columns are drawn by two whole numbers",
                 expected="n of 1 or more, and a seed",

@@ -121,9 +121,24 @@ class _Witness:
         # A user's hook may edit in place, which only a copy can tell.
         before = tensor.clone() if not self.changed else tensor
         after = self.edit.fn(tensor, hook=hook)
+        _refuse_misfit(self.edit.site, before, after)
         if not self.changed:
             self.changed = not torch.equal(before, tensor if after is None else after)
         return after
+
+
+def _refuse_misfit(site: Site | str, before: Tensor, after: Any) -> None:
+    fits = isinstance(after, Tensor) and after.shape == before.shape and after.dtype == before.dtype
+    if after is not None and not fits:
+        got = type(after).__name__
+        if isinstance(after, Tensor):
+            got = f"{after.dtype} of shape {list(after.shape)}"
+        raise EditError(
+            f"A hook at {site} gave back what the model can't go on with",
+            expected=f"{before.dtype} of shape {list(before.shape)}, or None",
+            got=got,
+            fix="return a tensor like the one that came",
+        )
 
 
 def _reading_hooks(

@@ -135,6 +135,8 @@ def _reproduce(arguments: argparse.Namespace) -> None:
             expected="--length of 2 or more and --batch-size of 1 or more",
             got=f"--length {arguments.length} --batch-size {arguments.batch_size}",
         )
+    if not arguments.out.strip():
+        raise InvalidInputError("--out has no name", expected="a directory", fix="name one")
     out = Path(arguments.out)
     require_writable(out)
     view = model_view(_load(arguments))

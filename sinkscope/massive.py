@@ -50,12 +50,12 @@ class TopK:
 
     def threshold(self, vector: Vector) -> float:
         """The largest magnitude that is left out (minus infinity if none is)."""
-        if not isinstance(self.k, int) or not 1 <= self.k <= vector.numel():
+        if type(self.k) is not int or not 1 <= self.k <= vector.numel():
             raise InvalidInputError(
                 "TopK asks for more or fewer coordinates than there are",
                 expected=f"k from 1 to {vector.numel()}",
                 got=f"k={self.k}",
-                fix="choose a smaller k",
+                fix="choose a k in this range",
             )
         magnitude = vector.abs().sort(descending=True).values
         return float(magnitude[self.k]) if self.k < vector.numel() else float("-inf")
@@ -127,7 +127,7 @@ def find_massive_coordinates(
         InvalidInputError: not one vector, or values that are not finite.
     """
     rule = MeanStd() if rule is None else rule
-    if not isinstance(rule, Rule):
+    if isinstance(rule, type) or not isinstance(rule, Rule):
         raise InvalidInputError(
             "This is not a rule",
             expected="MeanStd(k), TopK(k), MedianRatio(absolute, ratio), or an object with "

@@ -100,7 +100,16 @@ def _refuse_stray_attention(pattern: Tensor, mask: Tensor, visible: Tensor, laye
             f"In layer {layer} queries attend to keys that they should not see",
             expected="no attention to later or masked keys, or outside the sliding window",
             got=f"a share of {stray:.2e}",
-            fix="check the attention mask, the model's window, and hooks on scores or pattern",
+            fix="check the attention mask, the model's window, and what edits scores or pattern; "
+            "under LiftCausalMask only patterns() can be read",
+        )
+    total = float(pattern.sum(-1).masked_fill(~mask[:, None], 0).amax())
+    if not total <= 1 + STRAY_ATTENTION or bool((pattern < 0).any()):
+        raise IdentityError(
+            f"In layer {layer} the attention of a query is no share",
+            expected="probabilities that sum to at most 1",
+            got=f"a sum of {total:.4g}, smallest {float(pattern.min()):.4g}",
+            fix="check hooks and ablations on scores or pattern",
         )
 
 

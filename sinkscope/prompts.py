@@ -90,6 +90,13 @@ class TokenBatch(HtmlTable):
                 got=repr(rows)[:80],
                 fix="count rows from 0",
             ) from error
+        if not indices:
+            raise InvalidInputError(
+                "A batch holds at least one prompt",
+                expected=f"some of the {len(self)} rows",
+                got=repr(rows)[:80],
+                fix="choose rows that there are",
+            )
         return TokenBatch(
             ids=self.ids[indices],
             mask=self.mask[indices],
@@ -100,7 +107,7 @@ class TokenBatch(HtmlTable):
 
     def chunks(self, size: int | None) -> Iterator[TokenBatch]:
         """The batch in pieces of at most `size` rows, in order."""
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):
             raise InvalidInputError(
                 "A batch size is a whole number of prompts",
                 expected="1 or more, or None for all at once",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from transformers import (
 import sinkscope as ss
 from sinkscope import errors
 from sinkscope.errors import (
+    EditError,
+    IdentityError,
     InvalidInputError,
     NotApplicableError,
     ProcessedWeightsError,
@@ -451,3 +454,46 @@ def test_wrong_types_end_in_our_own_errors() -> None:
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert list(outcome) == lines
     assert {line: result for line, result in outcome.items() if result} == {}
+
+
+EDITS_THAT_DO_NOT_FIT = [
+    lambda x, hook: 5,
+    lambda x, hook: x[:1],
+    lambda x, hook: x.half(),
+]
+
+
+@pytest.mark.parametrize("fn", EDITS_THAT_DO_NOT_FIT)
+def test_a_hook_that_gives_back_what_does_not_fit(kind: str, fn: Any) -> None:
+    model = hook(tiny_gpt2(), kind)
+    batch = ss.token_batch(model, [[1, 2, 3], [4, 5, 6]])
+    edit = ss.Ablation.from_hook(ss.Site("resid_post", 0), fn)
+    with pytest.raises(EditError, match=r"resid_post of layer 0.*To fix it"):
+        ss.patterns(model, batch, edit)
+
+
+def test_a_rule_that_finds_nothing_and_a_rule_that_is_a_class(kind: str) -> None:
+    model = hook(tiny_gpt2(), kind)
+    batch = ss.token_batch(model, [[1, 2, 3]])
+    with pytest.raises(EditError, match="finds no coordinate in EPE_0"):
+        ss.sink_score(model, batch, ss.ablations.ZeroKeyColumns(ss.MeanStd(1e9)))
+    with pytest.raises(InvalidInputError, match="This is not a rule"):
+        unwrap(ss.find_massive_coordinates)(torch.ones(3), ss.TopK)
+    with pytest.raises(InvalidInputError, match="k from 1 to 3"):
+        ss.find_massive_coordinates(torch.ones(3), ss.TopK(True))
+
+
+def test_a_batch_is_never_empty(kind: str) -> None:
+    model = hook(tiny_gpt2(), kind)
+    batch = ss.token_batch(model, [[1, 2, 3]])
+    with pytest.raises(InvalidInputError, match="at least one prompt"):
+        batch.select([])
+
+
+@pytest.mark.parametrize("factor", [5.0, -1.0])
+def test_attention_that_is_no_share_is_refused(kind: str, factor: float) -> None:
+    model = hook(tiny_gpt2(), kind)
+    batch = ss.token_batch(model, [[1, 2, 3]])
+    edit = ss.Ablation.from_hook(ss.Site("pattern", 1), lambda p, hook: factor * p)
+    with pytest.raises(IdentityError, match="In layer 1 the attention of a query is no share"):
+        ss.sink_score(model, batch, edit, layers=[1])
