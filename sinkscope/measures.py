@@ -103,6 +103,15 @@ def _refuse_stray_attention(pattern: Tensor, mask: Tensor, visible: Tensor, laye
             fix="check the attention mask, the model's window, and what edits scores or pattern; "
             "under LiftCausalMask only patterns() can be read",
         )
+    # HookedTransformer writes 0 where its softmax gave NaN, which would pass for "no sink".
+    empty = (pattern.abs().sum((1, 3)) == 0) & visible.any(-1)
+    if bool(empty.any()):
+        raise IdentityError(
+            f"In layer {layer} no head of {int(empty.sum())} queries attends to anything",
+            expected="attention that sums to 1",
+            got="0 in every head",
+            fix="look for NaN in the model's activations, or leave this layer out",
+        )
     total = float(pattern.sum(-1).masked_fill(~mask[:, None], 0).amax())
     if not total <= 1 + STRAY_ATTENTION or bool((pattern < 0).any()):
         raise IdentityError(

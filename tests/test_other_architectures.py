@@ -225,9 +225,18 @@ def test_a_hooked_model_is_not_hooked_twice(kind: str) -> None:
     assert ss.sink_score(model, ss.token_batch(model, IDS)).isfinite().all()
 
 
-@pytest.mark.parametrize("measure", [ss.patterns, ss.sink_score, ss.sink_rate, ss.value_norms])
+@pytest.mark.parametrize("measure", [ss.sink_score, ss.sink_rate, ss.sink_position, ss.value_norms])
 def test_nan_at_tokens_is_an_error(kind: str, measure: Any) -> None:
+    """Also where HookedTransformer turns the NaN of its softmax into 0."""
     model = hook(tiny_gpt2(), kind)
     broken = Ablation.from_hook(ss.Site("resid_pre", 1), lambda x, hook: x * float("nan"))
-    with pytest.raises(IdentityError, match="gives NaN in the"):
+    with pytest.raises(IdentityError, match=r"gives NaN in the|attends to anything"):
         measure(model, ss.token_batch(model, IDS), broken, layers=[1])
+    measure(model, ss.token_batch(model, IDS), broken, layers=[0])
+
+
+def test_nan_in_patterns_is_an_error() -> None:
+    model = hook(tiny_gpt2(), "bridge")
+    broken = Ablation.from_hook(ss.Site("resid_pre", 1), lambda x, hook: x * float("nan"))
+    with pytest.raises(IdentityError, match="gives NaN in the attention"):
+        ss.patterns(model, ss.token_batch(model, IDS), broken)
