@@ -541,6 +541,7 @@ class LiftCausalMask(Ablation):
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         view.require_live_scores("Lifting the causal mask")
+        view.require_dot_product_scores("Lifting the causal mask")
         edits: list[Edit] = []
         for layer in view.layers(self.layers):
             edits += _full_attention(view, context.rows, layer)

@@ -91,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
 
     decompose = commands.add_parser(
         "decompose",
-        help="the four score terms of one query of a text",
+        help="the score terms of one query of a text",
         description="Splits the scores of one query into content, query bias, key bias and "
-        "bias-bias terms, and checks that they add up.",
+        "bias-bias terms (those that the model has), and checks that they add up.",
     )
     _add_model_options(decompose)
     decompose.add_argument("text", help="the text to look at")
@@ -186,6 +186,7 @@ def _epe(arguments: argparse.Namespace) -> None:
 
 
 def _decompose(arguments: argparse.Namespace) -> None:
+    from sinkscope.attention import ScoreRule
     from sinkscope.measures import sink_score
     from sinkscope.model import model_view
     from sinkscope.prompts import token_batch
@@ -204,17 +205,19 @@ def _decompose(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("No such query", expected=f"0 to {n - 1}", got=query)
     terms = decompose_scores(view, batch, layers=layer)
     _say(f"{view.name}, layer {layer}, head {head}, query {query}; scores before the softmax")
-    kept = [t[0, 0, head, query] for t in (terms.content, terms.query_bias, terms.key_bias)]
-    kept += [terms.bias_bias[0, 0, head, query], terms.total[0, 0, head, query]]
-    pattern = kept[-1][: query + 1].softmax(-1)
+    kept = [term[0, 0, head, query] for term in (*terms.terms.values(), terms.total)]
+    rule = ScoreRule(1.0, sink_logits=None if terms.sink_logits is None else terms.sink_logits[0])
+    row = terms.scores[:, 0, :, query : query + 1]
+    pattern = rule.pattern(row, terms.visible[:, :, query : query + 1].to(row.device))[0, head, 0]
     rows = [
         [str(key), repr(view.tokenizer.decode([int(batch.ids[0, key])]))]
         + [f"{float(term[key]):+.3f}" for term in kept]
         + [f"{float(pattern[key]):.3f}"]
         for key in range(query + 1)
+        if bool(terms.visible[0, 0, query, key])
     ]
-    header = ["key", "token", "content", "query bias", "key bias", "bias-bias", "sum", "attention"]
-    _print_table(header, rows)
+    names = [name.replace("_", " ").replace("bias bias", "bias-bias") for name in terms.terms]
+    _print_table(["key", "token", *names, "sum", "attention"], rows)
     print(
         f"identities: score {terms.max_error:.1e}, pattern {terms.pattern_error:.1e} "
         f"(tolerance {terms.tolerance:.1e}); query bias is {terms.bias_kind}"

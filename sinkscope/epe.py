@@ -13,7 +13,7 @@ from sinkscope._types import Layers
 from sinkscope.display import HtmlTable, number
 from sinkscope.errors import InvalidInputError
 from sinkscope.metrics import cosine
-from sinkscope.model import ModelView, model_view
+from sinkscope.model import model_view
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def extract_epe(model: Any, through_ln: bool = False) -> EPE:
     """
     view = model_view(model)
     view.require_learned_positions()
+    view.require_norm_in_front("The effective positional encoding")
     view.require_raw_weights("The effective positional encoding")
     positions = view.W_pos.clone()
     into_mlp = positions[None]
@@ -99,15 +100,11 @@ def query_bias(
     if kind == "raw":
         view.require_raw_weights("The raw query bias")
         return torch.stack([view.b_Q(layer) for layer in chosen])
-    return torch.stack([_effective_query_bias(view, layer) for layer in chosen])
-
-
-def _effective_query_bias(view: ModelView, layer: int) -> Float[Tensor, "head d_head"]:
-    beta = view.ln1_bias(layer)
-    if beta is None:
-        return view.b_Q(layer)
-    from_ln1 = torch.einsum("d,hde->he", beta, view.W_Q(layer))
-    return from_ln1 + view.b_Q(layer) if view.parts.query_bias else from_ln1
+    view.require_norm_in_front("The effective query bias")
+    biases = [view.query_bias(layer, kind) for layer in chosen]
+    if any(bias is None for bias in biases):
+        view.require_query_bias()
+    return torch.stack([bias for bias in biases if bias is not None])
 
 
 def coordinate_alignment(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkscope._types import Layers, Mask, Residual
+from sinkscope.attention import Rotation, ScoreRule, gain_of_norm
 from sinkscope.display import HtmlTable
 from sinkscope.errors import InvalidInputError, NotApplicableError, ProcessedWeightsError
-from sinkscope.metrics import causal_visibility, full_visibility
+from sinkscope.metrics import causal_visibility, full_visibility, position_ids
+from sinkscope.parts import Parts, find_parts, sink_logits_of, weight_of
 from sinkscope.sites import Site, SiteMap, site_map
 
 if TYPE_CHECKING:
@@ -34,30 +36,6 @@ _HOW_TO_LOAD_RAW = (
     "TransformerBridge.boot_transformers(name) without enable_compatibility_mode() (or with "
     "no_processing=True), or HookedTransformer.from_pretrained_no_processing(name)"
 )
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Which parts of the paper's circuit a model has at all.
-
-    Attributes:
-        query_bias: W_Q has a bias b_Q.
-        key_bias: W_K has a bias b_K.
-        learned_positions: a learned table of absolute positions is added to the embedding.
-        positions: how positions enter, in TransformerLens' words ("standard", "rotary", ...).
-        first_mlp: layer 0 has an MLP that adds to the residual stream.
-        normalization: "LN", "RMS", "LNPre", "RMSPre" or "none".
-        processed: what was done to the weights ("folded", "centred", or "processed" where only
-            the model's own flag tells), empty if nothing.
-    """
-
-    query_bias: bool
-    key_bias: bool
-    learned_positions: bool
-    positions: str
-    first_mlp: bool
-    normalization: str
-    processed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +92,7 @@ class ModelView(HtmlTable):
     @property
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """The token embedding W_E."""
-        return _weight(self.model.embed, "W_E")
+        return weight_of(self.model.embed, "W_E")
 
     # --- weights ---------------------------------------------------------------------------
 
@@ -156,8 +134,22 @@ class ModelView(HtmlTable):
             NotApplicableError: positions do not enter through a learned table.
         """
         self.require_learned_positions()
-        table = _weight(self.model.pos_embed, "W_pos").detach()
+        table = weight_of(self.model.pos_embed, "W_pos").detach()
         return table[table.shape[0] - self.n_ctx :]
+
+    def query_bias(self, layer: int, kind: str = "raw") -> Float[Tensor, "head d_head"] | None:
+        """The query bias, or what LN1's bias makes of it; None where there is none.
+
+        Args:
+            layer: 0-based.
+            kind: "raw", `b_Q`; or "effective", `b_Q + beta W_Q` with beta the bias of LN1.
+        """
+        raw = self.b_Q(layer) if self.parts.query_bias else None
+        beta = None if kind == "raw" else self.ln1_bias(layer)
+        if beta is None:
+            return raw
+        from_ln1 = torch.einsum("d,hde->he", beta, self.W_Q(layer))
+        return from_ln1 if raw is None else from_ln1 + raw
 
     def ln1_bias(self, layer: int) -> Float[Tensor, " d_model"] | None:
         """The bias beta of the first normalisation, or None where it has none."""
@@ -166,21 +158,149 @@ class ModelView(HtmlTable):
         return bias.detach() if isinstance(bias, Tensor) else None
 
     def attention_scale(self, layer: int) -> float:
-        """The factor on q.k, from the model's own configuration.
+        """The factor on q.k, from the model's own attention and configuration.
 
-        `1/sqrt(d_head)`, 1 where the model switches scaling off, and divided by `layer + 1`
-        where it scales by the inverse layer index.
+        `1/sqrt(d_head)`, 1 where the model does not scale, and divided by `layer + 1` where it
+        scales by the inverse layer index.
         """
-        hf_config = getattr(getattr(self.model, "original_model", None), "config", None)
+        hf_config = self._hf_config
         cfg = self.model.cfg
-        if hf_config is not None:
-            scaled = getattr(hf_config, "scale_attn_weights", True)
-            scale = self.d_head**-0.5 if scaled else 1.0
-            inverse = getattr(hf_config, "scale_attn_by_inverse_layer_idx", False)
-        else:
+        if hf_config is None:
             scale = 1.0 / float(cfg.attn_scale) if cfg.use_attn_scale else 1.0
             inverse = getattr(cfg, "scale_attn_by_inverse_layer_idx", False)
+        elif hasattr(hf_config, "scale_attn_weights"):
+            scale = self.d_head**-0.5 if hf_config.scale_attn_weights else 1.0
+            inverse = getattr(hf_config, "scale_attn_by_inverse_layer_idx", False)
+        else:
+            own = getattr(self._hf_attention(layer), "scaling", None)
+            # Neither its configuration nor its modules say that GPT-Neo does not scale.
+            default = 1.0 if hf_config.model_type == "gpt_neo" else self.d_head**-0.5
+            return default if own is None else float(own)
         return scale / (layer + 1) if inverse else scale
+
+    @property
+    def _hf_config(self) -> Any | None:
+        """The transformers configuration of the text model, None on a HookedTransformer."""
+        config = getattr(getattr(self.model, "original_model", None), "config", None)
+        return getattr(config, "text_config", None) or config
+
+    def _hf_attention(self, layer: int) -> Any | None:
+        return getattr(self.block(layer).attn, "original_component", None)
+
+    # --- from queries and keys to a pattern ------------------------------------------------
+
+    def score_sites(self, layer: int) -> tuple[Site, ...]:
+        """What `score_rule` needs to see of a run."""
+        kinds: tuple[str, ...] = ()
+        if self.parts.qk_norm:
+            kinds += ("q", "k", "q_normed", "k_normed")
+        if "rotary_cos" in self.sites.names:
+            kinds += ("rotary_cos", "rotary_sin")
+        return tuple(Site(kind, layer) for kind in kinds)
+
+    def score_rule(self, layer: int, seen: Mapping[str, Tensor], mask: Mask) -> ScoreRule:
+        """What a layer does between its projections and its pattern, in one run.
+
+        Args:
+            layer: 0-based.
+            seen: what the run showed at `score_sites(layer)`, by kind.
+            mask: `[batch pos]`, true where a token is.
+
+        Raises:
+            NotApplicableError: the model does something that a `ScoreRule` does not know.
+        """
+        gains = [self._norm_gain(seen, kind) for kind in ("q", "k")]
+        return ScoreRule(
+            scale=self.attention_scale(layer),
+            rotation=self._rotation(layer, seen, mask),
+            query_gain=gains[0],
+            key_gain=gains[1],
+            position_bias=self._alibi(layer, mask),
+            soft_cap=self.parts.soft_cap,
+            sink_logits=sink_logits_of(self.block(layer).attn),
+        )
+
+    def _norm_gain(self, seen: Mapping[str, Tensor], kind: str) -> Tensor | None:
+        if not self.parts.qk_norm:
+            return None
+        if getattr(self.model.cfg, "qk_norm_after_rope", False):
+            raise NotApplicableError(
+                "Not applicable: this model norms queries and keys after turning them",
+                expected="norms in front of the rotary positions",
+                got=self.name,
+                fix="use measures of the pattern",
+            )
+        before, after = seen[kind], seen[f"{kind}_normed"]
+        # Norms per head run on [batch head pos d_head], norms over all heads on flat vectors.
+        single = after.ndim == 4
+        after = after.transpose(1, 2) if single else after.reshape(before.shape)
+        gain = gain_of_norm(before, after)
+        self._require_rms(before, gain, (-1,) if single else (-2, -1))
+        return gain.repeat_interleave(self.n_heads // gain.shape[1], dim=1)
+
+    def _require_rms(self, before: Tensor, gain: Tensor, dims: tuple[int, ...]) -> None:
+        """A norm that centres is no factor on each entry; of an RMS norm gain x RMS is fixed."""
+        rms = before.float().pow(2).mean(dims, keepdim=True).sqrt().transpose(1, 2)
+        fixed = gain.float() * rms
+        typical = fixed.abs().amax((0, 2), keepdim=True)
+        spread = (fixed - fixed.median(2, keepdim=True).values).abs()
+        if bool((spread.median(2).values > 0.05 * typical.amax(2)).any()):
+            raise NotApplicableError(
+                "Not applicable: the norms on queries and keys are no RMS norms",
+                expected="norms that multiply every entry by a factor",
+                got=self.name,
+                fix="use measures of the pattern",
+            )
+
+    def _rotation(self, layer: int, seen: Mapping[str, Tensor], mask: Mask) -> Rotation | None:
+        if self.parts.positions != "rotary":
+            return None
+        cfg = self.model.cfg
+        if "rotary_cos" in self.sites.names:
+            if "rotary_cos" not in seen:
+                return None  # a layer without positions in a model with rotary ones
+            return _hooked_rotation(cfg, self._hf_config, self.d_head, seen)
+        positions = position_ids(mask).clamp_min(0)
+        attention = self.block(layer).attn
+        if hasattr(attention, "rotary_cos"):
+            tables = (attention.rotary_cos, attention.rotary_sin)
+            cos, sin = (table[positions.to(table.device)] for table in tables)
+            return Rotation(cos, sin, bool(cfg.rotary_adjacent_pairs))
+        # GPT-J keeps sines beside cosines in one table, one column for each pair.
+        owner = getattr(self.model, "original_model", None)
+        modules = () if owner is None else owner.modules()
+        found = (getattr(module, "embed_positions", None) for module in modules)
+        table = next((t for t in found if isinstance(t, Tensor)), None)
+        if table is None:
+            raise NotApplicableError(
+                "Not applicable: this model does not show its rotary positions",
+                expected="hooks or tables of their cosines and sines",
+                got=self.name,
+                fix="use measures of the pattern",
+            )
+        sin, cos = table[positions.to(table.device)].repeat_interleave(2, -1).chunk(2, -1)
+        return Rotation(cos, sin, adjacent=True)
+
+    def _alibi(self, layer: int, mask: Mask) -> Tensor | None:
+        if self.parts.positions != "alibi":
+            return None
+        owner = getattr(self.model, "original_model", None)
+        modules = () if owner is None else owner.modules()
+        build = next((b for m in modules if (b := getattr(m, "build_alibi_tensor", None))), None)
+        if build is not None:
+            flat = build(mask.to(self.device).long(), self.n_heads, dtype=self.dtype)
+            return flat.reshape(mask.shape[0], self.n_heads, -1, mask.shape[1])
+        create = getattr(self.block(layer).attn, "create_alibi_bias", None)
+        if create is not None:
+            return create(self.n_heads, mask.shape[1], self.device)[None].to(self.dtype)
+        raise NotApplicableError(
+            "Not applicable: this model does not show its ALiBi term",
+            expected="a model that builds the term in a function of its own",
+            got=self.name,
+            fix="use measures of the pattern",
+        )
+
+    # --- the first MLP ---------------------------------------------------------------------
 
     def first_mlp(self, x: Residual) -> Residual:
         """`MLP_0(x)`, the first layer's MLP alone: no normalisation before it, no residual.
@@ -195,9 +315,18 @@ class ModelView(HtmlTable):
                 "The first layer of this model has no MLP",
                 fix="use a measure that does not need the effective positional encoding",
             )
-        with self.measuring(), _hooks_silenced(self.block(0).mlp):
+        mlp = self.block(0).mlp
+        activation = getattr(self.block(0), "original_component", None)
+        activation = getattr(activation, "activation_fn", None)
+        with self.measuring(), _hooks_silenced(mlp):
+            if (
+                activation is not None
+                and mlp.original_component is self.block(0).original_component
+            ):
+                # An OPT layer holds its MLP's two maps itself: there is no module to call.
+                return mlp.out(activation(getattr(mlp, "in")(x)))
             try:
-                out = self.block(0).mlp(x)
+                out = mlp(x)
             except RuntimeError as error:  # the bridge's own refusal where MLPs have no module
                 raise NotApplicableError(
                     "The first MLP of this model can't be run by itself",
@@ -227,12 +356,11 @@ class ModelView(HtmlTable):
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, None where every earlier key is seen."""
-        config = getattr(getattr(self.model, "original_model", None), "config", None)
+        config = self._hf_config
         if config is None:
             cfg = self.model.cfg
             local = getattr(cfg, "use_local_attn", False) and cfg.attn_types[layer] == "local"
             return int(cfg.window_size) if local else None
-        config = getattr(config, "text_config", None) or config
         kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
         size = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
         if size is None or (kinds and kinds[layer] not in ("sliding_attention", "local")):
@@ -260,6 +388,16 @@ class ModelView(HtmlTable):
                 expected="a model whose W_Q has a bias that is not all zero",
                 got=self.name,
                 fix="use measures of the pattern, or the effective query bias from ln1",
+            )
+
+    def require_effective_query_bias(self) -> None:
+        """Raise unless LN1 has a bias, which W_Q makes into a constant of every query."""
+        if self.ln1_bias(0) is None:
+            raise NotApplicableError(
+                "Not applicable: this model's first norm has no bias, so b_Q gains nothing",
+                expected="a LayerNorm with a bias in front of W_Q",
+                got=f"{self.name} with {self.parts.normalization} norms",
+                fix="use the raw query bias",
             )
 
     def require_learned_positions(self) -> None:
@@ -293,28 +431,24 @@ class ModelView(HtmlTable):
                 fix="use measures and ablations that do not edit scores",
             )
 
-    def require_plain_scores(self) -> None:
-        """Raise unless a score is `scale q.k`, q and k linear in what enters W_Q and W_K."""
-        found = []
-        if self.parts.positions not in ("standard", "none"):
-            found.append(f"positions of type {self.parts.positions!r}")
-        if getattr(self.block(0).attn, "q_norm", None) is not None:
-            found.append("norms on queries and keys")
-        if (getattr(self.model.cfg, "attn_scores_soft_cap", None) or 0) > 0:
-            found.append("a soft cap on scores")
-        if not self._runs_in_order("attn_in", "q"):
-            found.append("norms behind the attention")
+    def require_dot_product_scores(self, what: str) -> None:
+        """Raise unless a score is `scale q.k` and nothing else."""
+        parts = self.parts
+        found = [] if parts.positions in ("standard", "none") else [f"{parts.positions} positions"]
+        found += ["norms on queries and keys"] if parts.qk_norm else []
+        found += ["a soft cap on scores"] if parts.soft_cap is not None else []
+        found += ["learned sink logits"] if parts.sink_logits else []
         if found:
             raise NotApplicableError(
-                "Not applicable: this model's scores do not split into the four terms",
-                expected="scores that are scale q.k of the output of a norm in front",
+                f"{what} is not applicable: this model's scores are more than scale q.k",
+                expected="scores that are scale q.k",
                 got=f"{self.name} with {' and '.join(found)}",
                 fix="use measures of the pattern",
             )
 
     def require_norm_in_front(self, what: str) -> None:
-        """Raise unless the hooked normalisation is the one that W_Q and W_K read."""
-        if not self._runs_in_order("attn_in", "q"):
+        """Raise unless a normalisation lies in front of the attention."""
+        if not self._runs_in_order("ln1", "q"):
             raise NotApplicableError(
                 f"{what} is not applicable: the norm lies behind the attention",
                 expected="a normalisation in front of W_Q and W_K",
@@ -324,8 +458,7 @@ class ModelView(HtmlTable):
 
     def require_key_only_shift(self) -> None:
         """Raise unless the query-bias term of a score depends on the key alone."""
-        normed = getattr(self.block(0).attn, "q_norm", None) is not None
-        if self.parts.positions == "rotary" or normed:
+        if self.parts.positions == "rotary" or self.parts.qk_norm:
             raise NotApplicableError(
                 "Not applicable: in this model the query-bias term depends on the query too",
                 expected="scores that are scale q.k, without rotary positions or QK-norm",
@@ -432,7 +565,7 @@ class ModelView(HtmlTable):
         point = self.hook_point(site)
         if not (self.sites.attn_in_before_gain and isinstance(site, Site)):
             return point, fn
-        if site.kind != "attn_in" or site.layer is None:
+        if site.kind not in ("ln1", "attn_in") or site.layer is None:
             return point, fn
         ln1 = self.block(site.layer).ln1
         gain, bias = getattr(ln1, "w", None), getattr(ln1, "b", None)
@@ -506,100 +639,36 @@ def model_view(model: Any) -> ModelView:
     return ModelView(
         model=model,
         sites=site_map(lambda name: _hook_point(model, name) is not None),
-        parts=_parts(model),
+        parts=find_parts(model),
         n_layers=len(model.blocks),
         n_heads=n_heads,
         n_key_value_heads=int(getattr(cfg, "n_key_value_heads", None) or n_heads),
         d_model=int(cfg.d_model),
         d_head=int(cfg.d_head),
-        d_vocab=int(_weight(model.embed, "W_E").shape[0]),
+        d_vocab=int(weight_of(model.embed, "W_E").shape[0]),
         n_ctx=int(cfg.n_ctx),
         name=str(getattr(cfg, "model_name", None) or type(model).__name__),
         tokenizer=getattr(model, "tokenizer", None),
     )
 
 
-# --- how a TransformerLens model is asked -------------------------------------------------
+# --- checks of arguments ------------------------------------------------------------------
 
 
-def _hook_point(model: Any, name: str) -> Any | None:
-    get = getattr(model, "get_hook_point", None)  # the bridge also knows the legacy names
-    return get(name) if get is not None else model.hook_dict.get(name)
-
-
-def _weight(module: Any, name: str) -> Tensor:
-    value = getattr(module, "weight", None)
-    return value if isinstance(value, Tensor) else getattr(module, name)
-
-
-def _parts(model: Any) -> Parts:
-    cfg = model.cfg
-    positions = str(getattr(cfg, "positional_embedding_type", "none"))
-    normalization = str(getattr(cfg, "normalization_type", None) or "none")
-    return Parts(
-        query_bias=_has_bias(model, "q", "b_Q"),
-        key_bias=_has_bias(model, "k", "b_K"),
-        learned_positions=positions == "standard" and hasattr(model, "pos_embed"),
-        positions=positions,
-        first_mlp=hasattr(model.blocks[0], "mlp"),
-        normalization=normalization,
-        processed=_processed(model, normalization),
-    )
-
-
-def _has_bias(model: Any, projection: str, name: str) -> bool:
-    """Whether a projection has a bias at all.
-
-    On the bridge the projection is a module that has one or not. HookedTransformer keeps a
-    tensor of zeros where an architecture has none, so there all zeros means none.
-    """
-    attentions = [block.attn for block in model.blocks if hasattr(block, "attn")]
-    if all(hasattr(attention, projection) for attention in attentions):
-        biases = [getattr(getattr(a, projection), "bias", None) for a in attentions]
-        return all(isinstance(bias, Tensor) for bias in biases)
-    return any(bool(getattr(a, name).detach().any()) for a in attentions if hasattr(a, name))
-
-
-def _processed(model: Any, normalization: str) -> tuple[str, ...]:
-    """What was done to the weights, from the model's own flags and from the weights themselves."""
-    flagged = bool(getattr(model, "_weights_processed", False))
-    identity = _identity_norms(model)
-    folded = normalization.endswith("Pre") or (identity and (flagged or _centred_keys(model)))
-    done = ["folded"] if folded else []
-    tables = [_weight(model.embed, "W_E")]
-    if hasattr(model, "pos_embed") and str(model.cfg.positional_embedding_type) == "standard":
-        tables.append(_weight(model.pos_embed, "W_pos"))
-    if all(_is_centred(table) for table in tables):
-        done.append("centred")
-    return tuple(done) if done or not flagged else ("processed",)
-
-
-def _is_centred(table: Float[Tensor, "... d_model"]) -> bool:
-    """Whether every row has mean zero over d_model, which only centring brings about."""
-    # Rounding to a dtype moves a row's mean by no more than eps times its mean magnitude.
-    eps = torch.finfo(table.dtype).eps
-    table = table.detach().float()
-    scale = table.abs().amax()
-    allowed = (eps * table.abs().mean(-1)).clamp_min(1e-6 * float(scale))
-    return bool(scale > 0) and bool((table.mean(-1).abs() <= allowed).all())
-
-
-def _identity_norms(model: Any) -> bool:
-    """Folding leaves first norms with gain 1 and bias 0."""
-    for block in model.blocks:
-        ln1 = getattr(block, "ln1", None)
-        gain, bias = (getattr(ln1, n, getattr(ln1, n[0], None)) for n in ("weight", "bias"))
-        if not isinstance(gain, Tensor) or not bool((gain.detach() == 1).all()):
-            return False
-        if isinstance(bias, Tensor) and bool(bias.detach().any()):
-            return False
-    return True
-
-
-def _centred_keys(model: Any) -> bool:
-    """Folding also leaves reading weights centred over d_model."""
-    attentions = [getattr(block, "attn", None) for block in model.blocks]
-    return all(a is not None and _is_centred(a.W_K.detach().transpose(-1, -2)) for a in attentions)
+def _hooked_rotation(cfg: Any, hf_config: Any, d_head: int, seen: Mapping[str, Tensor]) -> Rotation:
+    """The rotation of a bridge that hooks cosines and sines, in the layout the bridge reads."""
+    cos, sin = seen["rotary_cos"], seen["rotary_sin"]
+    if getattr(cfg, "rotary_interleaved_cos_sin", False):
+        return Rotation(cos, sin, adjacent=True)
+    if getattr(cfg, "rotary_adjacent_pairs", False):
+        half = cos.shape[-1] // 2
+        cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
+        return Rotation(cos, sin, adjacent=True)
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor", getattr(hf_config, "rotary_pct", 1.0))
+    if 2 * cos.shape[-1] == d_head and share == 1.0:  # gpt-oss: one column for each pair
+        cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+    return Rotation(cos, sin)
 
 
 def whole_numbers(values: Any) -> tuple[int, ...] | None:
@@ -649,3 +718,8 @@ def _hooks_silenced(module: nn.Module) -> Iterator[None]:
     finally:
         for point, hooks in saved:
             point._forward_hooks.update(hooks)
+
+
+def _hook_point(model: Any, name: str) -> Any | None:
+    get = getattr(model, "get_hook_point", None)  # the bridge also knows the legacy names
+    return get(name) if get is not None else model.hook_dict.get(name)

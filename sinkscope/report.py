@@ -271,9 +271,9 @@ def _table1(run: Reproduction) -> str:
 def _identities(run: Reproduction) -> str:
     terms = run.score_terms
     if terms is None:
-        return "<p>This model has no query bias, so its scores were not decomposed.</p>"
+        return "<p>This model's scores were not decomposed, see below.</p>"
     rows = [
-        ("sum of the four terms against the model's own scores", f"{terms.max_error:.2e}"),
+        ("sum of the terms against the model's own scores", f"{terms.max_error:.2e}"),
         ("softmax of the sum against the model's own patterns", f"{terms.pattern_error:.2e}"),
         ("tolerance", f"{terms.tolerance:.2e}"),
     ]

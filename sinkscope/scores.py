@@ -1,10 +1,11 @@
-"""Attention scores, split into four exact terms that check themselves against the model."""
+"""Attention scores, split into exact terms that check themselves against the model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
+from sinkscope.ablations import Ablation
+from sinkscope.attention import ScoreRule
 from sinkscope.capture import stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
-from sinkscope.errors import IdentityError, InvalidInputError
+from sinkscope.errors import IdentityError, InvalidInputError, NotApplicableError
 from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view, whole_numbers
 from sinkscope.prompts import TokenBatch
@@ -29,55 +32,100 @@ HALF_PATTERN_FACTOR = 16
 """In half precision patterns hold to this many units: a share of attention is at most 1."""
 
 
+TERMS = ("content", "query_bias", "key_bias", "bias_bias", "position_bias")
+"""The names of all terms; a model has those whose parts it has."""
+
+
 @dataclass(frozen=True, eq=False)
 class ScoreTerms(HtmlTable):
-    """The four terms of every score, each with the score's scale in it.
+    """The terms of every score, each with the score's scale in it.
 
-    `s_ij = scale (n_i W_Q + b_Q) . (n_j W_K + b_K)`, n the output of LN1. Terms that are
-    constant along an axis are views that take no memory there. Scores where the model lacks
-    a bias have no such term, and it is zero here because the product is.
+    `s_ij = scale (n_i W_Q + b_Q) . (n_j W_K + b_K)`, n what enters W_Q and W_K. Queries and
+    keys that are turned (rotary positions) or normed on the way take every part along: the
+    turn is linear, and a norm's factor is held at its value in the run. ALiBi is a term of
+    its own. Terms that are constant along an axis are views that take no memory there.
 
     Attributes:
-        content: `[batch layer head query key]`, `(n_i W_Q) . (n_j W_K)`.
-        query_bias: the same shape, `b_Q . (n_j W_K)`; depends on the key alone.
-        key_bias: the same shape, `(n_i W_Q) . b_K`; depends on the query alone, so that the
-            softmax does not see it.
-        bias_bias: the same shape, `b_Q . b_K`; constant per head.
+        terms: name -> `[batch layer head query key]`, for the terms that the model has.
         visible: `[batch layer query key]`, where the terms are scores at all.
         layers: the layers of the second axis.
-        bias_kind: "raw", or "effective" where folding has merged LN1's bias into b_Q.
+        bias_kind: "raw", or "effective" where LN1's bias is part of b_Q: asked for, or merged
+            into it by folding.
         max_error: largest |sum of terms - the model's own score| over visible pairs; NaN where
-            the model does not show its scores.
+            the model does not show its scores. With a soft cap the capped sum is compared.
         pattern_error: largest |softmax(sum of terms) - the model's own pattern| there.
         tolerance: what both errors had to stay under.
+        soft_cap: scores are `cap tanh(total / cap)`; None where they are the total.
+        sink_logits: `[layer head]`, a score that joins the softmax; None where none does.
     """
 
-    content: LayerPatterns
-    query_bias: LayerPatterns
-    key_bias: LayerPatterns
-    bias_bias: LayerPatterns
+    terms: Mapping[str, LayerPatterns]
     visible: Bool[Tensor, "batch layer query key"]
     layers: tuple[int, ...]
     bias_kind: str
     max_error: float
     pattern_error: float
     tolerance: float
+    soft_cap: float | None = None
+    sink_logits: Float[Tensor, "layer head"] | None = None
 
     def overview(self) -> list[tuple[str, str]]:
         batch, _, heads, queries, _ = self.content.shape
         return [
             ("scores", f"{batch} prompts, layers {numbers(self.layers)}, {heads} heads"),
             ("positions", str(queries)),
-            ("query bias", self.bias_kind),
+            ("terms", ", ".join(self.terms)),
+            ("query bias", self.bias_kind if "query_bias" in self.terms else "none"),
             ("largest error of the scores", number(self.max_error)),
             ("largest error of the patterns", number(self.pattern_error)),
             ("tolerance", number(self.tolerance)),
         ]
 
     @property
+    def content(self) -> LayerPatterns:
+        """`(n_i W_Q) . (n_j W_K)`."""
+        return self.terms["content"]
+
+    @property
+    def query_bias(self) -> LayerPatterns:
+        """`b_Q . (n_j W_K)`; depends on the key alone where nothing turns queries and keys."""
+        return self._term("query_bias", "no query bias b_Q")
+
+    @property
+    def key_bias(self) -> LayerPatterns:
+        """`(n_i W_Q) . b_K`; where nothing turns them it is the query's alone, and cancels."""
+        return self._term("key_bias", "no key bias b_K")
+
+    @property
+    def bias_bias(self) -> LayerPatterns:
+        """`b_Q . b_K`; constant per head where nothing turns queries and keys."""
+        return self._term("bias_bias", "no two biases b_Q and b_K")
+
+    @property
+    def position_bias(self) -> LayerPatterns:
+        """ALiBi's term: a slope per head times the position."""
+        return self._term("position_bias", "no ALiBi positions")
+
+    def _term(self, name: str, lack: str) -> LayerPatterns:
+        if name not in self.terms:
+            raise NotApplicableError(
+                f"Not applicable: this model has {lack}",
+                expected=f"a model whose scores have a term {name}",
+                got=f"the terms {', '.join(self.terms)}",
+                fix="look at .terms for those that there are",
+            )
+        return self.terms[name]
+
+    @property
     def total(self) -> LayerPatterns:
-        """The sum of the four terms: the model's own score before the mask."""
-        return self.content + self.query_bias + self.key_bias + self.bias_bias
+        """The sum of all terms: the model's own score before the mask, and before a soft cap."""
+        content, *others = self.terms.values()
+        return sum(others, content)
+
+    @property
+    def scores(self) -> LayerPatterns:
+        """What enters the softmax: the total, capped where the model caps it."""
+        return ScoreRule(1.0, soft_cap=self.soft_cap).capped(self.total)
 
 
 def decompose_scores(
@@ -85,31 +133,39 @@ def decompose_scores(
     batch: TokenBatch,
     layers: Layers = None,
     *,
+    bias: str = "raw",
+    ablation: Ablation | None = None,
     batch_size: int | None = None,
 ) -> ScoreTerms:
-    """Split the attention scores of a batch into four terms, and check that they add up.
+    """Split the attention scores of a batch into exact terms, and check that they add up.
 
     Both identities are checked in every layer, head and visible pair: the sum of the terms
     against the model's own score, and `softmax(sum + mask)` against its own pattern. The
-    tolerance is `64 eps max(1, scale |q||k|)`, eps of the model's dtype; in half precision the
-    factor is 4, and patterns hold to `16 eps`.
+    tolerance is `64 eps max(1, scale |q||k|)`, eps of the dtype in which the model computes
+    its scores; in half precision the factor is 4, and patterns hold to `16 eps`.
 
-    Works on processed weights as well; there `bias_kind` says "effective".
+    Terms of parts that a model lacks are not there, see `ScoreTerms.terms`. Works on
+    processed weights as well; there `bias_kind` says "effective".
 
     Args:
         model: a hooked model or its view.
         batch: the prompts.
         layers: all if None.
+        bias: which query bias splits the score. "raw": b_Q as it stands in the weights.
+            "effective": `b_Q + beta W_Q`, beta the bias of LN1, which is then taken out of the
+            content of queries; what each query adds of its own is left there.
+        ablation: the untouched model if None. Only such as act on what enters the attention:
+            an edit of queries, keys or scores breaks the identities and is refused by them.
         batch_size: rows per forward pass; all at once if None.
 
     Raises:
         IdentityError: a check is over its tolerance; names layer, head and size.
-        NotApplicableError: the model has no query bias at all.
+        NotApplicableError: the model computes its scores in a way that is not known here, or
+            has no effective query bias where that is asked for.
     """
     view = model_view(model)
-    view.require_query_bias()
-    reader = _TermsReader(view, view.layers(layers))
-    stream(view, batch, [reader], batch_size=batch_size)
+    reader = _TermsReader(view, view.layers(layers), bias)
+    stream(view, batch, [reader], ablation, batch_size=batch_size)
     return reader.result(batch)
 
 
@@ -164,7 +220,6 @@ def shift_by_coordinate(
     view = model_view(model)
     chosen = view.layers(layers)
     gamma = coordinate_alignment(view, layers=chosen)
-    view.require_norm_in_front("Delta")
     reader = AttnInReader(chosen)
     stream(view, batch, [reader], batch_size=batch_size)
     split = torch.einsum("blpd,lhd->blhpd", reader.result(), gamma)
@@ -205,7 +260,6 @@ def shift_share(
             fix="choose coordinates of the residual stream",
         )
     gamma = coordinate_alignment(view, layers=chosen)[..., columns]
-    view.require_norm_in_front("Delta")
     reader = AttnInReader(chosen, columns)
     stream(view, batch, [reader], batch_size=batch_size)
     share = torch.einsum("blpc,lhc->blhp", reader.result(), gamma)
@@ -244,7 +298,6 @@ class ShiftReader:
                 fix="choose one of these",
             )
         self._gamma = coordinate_alignment(view, layers=layers)
-        view.require_norm_in_front("Delta")
         self._scales = [view.attention_scale(layer) for layer in layers]
         self._convention = convention
         self._layers = layers
@@ -278,123 +331,188 @@ class IdentityReader:
         tolerance: the largest tolerance that applied.
     """
 
-    def __init__(self, view: ModelView, layers: tuple[int, ...]) -> None:
-        view.require_plain_scores()
+    def __init__(self, view: ModelView, layers: tuple[int, ...], bias: str = "raw") -> None:
+        if bias not in ("raw", "effective"):
+            raise InvalidInputError(
+                "Unknown kind of query bias",
+                expected="'raw' or 'effective'",
+                got=repr(bias),
+                fix="choose one of these; the paper's is 'raw'",
+            )
+        if bias == "effective":
+            view.require_norm_in_front("The effective query bias")
+            view.require_effective_query_bias()
         self._view = view
         self._layers = layers
-        self._kinds = ("attn_scores", "pattern") if view.scores_are_live() else ("pattern",)
+        self._bias = bias
+        self._live = view.scores_are_live()
+        self._seen: dict[str, Tensor] = {}
+        self._rule: ScoreRule | None = None
         self._total: Tensor | None = None
         self._tolerance = 0.0
-        self.max_error = 0.0 if "attn_scores" in self._kinds else NAN
+        self.max_error = 0.0 if self._live else NAN
         self.pattern_error = 0.0
         self.tolerance = 0.0
 
     def sites(self, view: ModelView) -> Sequence[Site]:
-        return [Site(kind, la) for la in self._layers for kind in ("attn_in", *self._kinds)]
+        own = ("attn_scores", "pattern") if self._live else ("pattern",)
+        sites: list[Site] = []
+        for layer in self._layers:
+            sites += [Site("attn_in", layer), *view.score_sites(layer)]
+            sites += [Site(kind, layer) for kind in own]
+        return sites
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
         layer = _layer(site)
         if site.kind == "attn_in":
-            terms, size = score_terms(self._view, layer, tensor, chunk.mask)
-            self._keep(layer, terms)
-            content, query_bias, key_bias, bias_bias = terms
-            self._total = content + query_bias + key_bias + bias_bias
-            self._tolerance = _factor(tensor.dtype) * _eps(tensor.dtype) * max(1.0, size)
-            self.tolerance = max(self.tolerance, self._tolerance)
+            self._seen = {}
+            self._total = None
+        if site.kind not in ("attn_scores", "pattern"):
+            self._seen[site.kind] = tensor
             return
         if self._total is None:
+            self._add_up(site, chunk)
+        if self._total is None or self._rule is None:
+            return
+        visible = self._view.visible(layer, chunk.mask).to(tensor.device)[:, None]
+        scores = self._rule.capped(self._total)
+        if site.kind == "attn_scores":
+            error = (scores - tensor).abs()
+            what = "the sum of the terms is not the model's own score"
+            worst = _largest(error, visible, self._tolerance, layer, what)
+            self.max_error = max(self.max_error, worst)
+            return
+        error = (self._rule.pattern(scores, visible) - tensor).abs()
+        what = "softmax of the sum of the terms is not the model's own pattern"
+        tolerance = self._tolerance
+        if self._rule.sink_logits is None:
+            tolerance = _pattern_tolerance(tolerance, tensor, visible)
+        self.tolerance = max(self.tolerance, tolerance)
+        worst = _largest(error, visible, tolerance, layer, what)
+        self.pattern_error = max(self.pattern_error, worst)
+        self._seen = {}
+        self._total = self._rule = None
+
+    def _add_up(self, site: Site, chunk: TokenBatch) -> None:
+        """The sum of the terms, once everything that they are made of was seen."""
+        layer = _layer(site)
+        attn_in = self._seen.get("attn_in")
+        if attn_in is None:
             raise IdentityError(
                 f"The model computed {site} before what enters W_Q was seen",
                 fix="check the site map of this model",
             )
-        visible = self._view.visible(layer, chunk.mask).to(tensor.device)[:, None]
-        if site.kind == "attn_scores":
-            error = (self._total - tensor).abs()
-            what = "the sum of the four terms is not the model's own score"
-            worst = _largest(error, visible, self._tolerance, layer, what)
-            self.max_error = max(self.max_error, worst)
-        else:
-            own = self._total.masked_fill(~visible, -math.inf).softmax(-1)
-            error = (own - tensor).abs()
-            what = "softmax of the sum of the four terms is not the model's own pattern"
-            tolerance = _pattern_tolerance(self._tolerance, tensor, visible)
-            self.tolerance = max(self.tolerance, tolerance)
-            worst = _largest(error, visible, tolerance, layer, what)
-            self.pattern_error = max(self.pattern_error, worst)
-            self._total = None
+        self._rule = self._view.score_rule(layer, self._seen, chunk.mask.to(attn_in.device))
+        terms, size = score_terms(
+            self._view, layer, attn_in, chunk.mask, rule=self._rule, bias=self._bias
+        )
+        self._keep(layer, terms, self._rule)
+        content, *others = terms.values()
+        self._total = sum(others, content)
+        eps = _eps(attn_in.dtype)
+        if not self._live:  # attention left to transformers, which may compute it in float32
+            eps = max(eps, _eps(torch.float32))
+        self._tolerance = _factor(attn_in.dtype) * eps * max(1.0, size)
+        self.tolerance = max(self.tolerance, self._tolerance)
 
-    def _keep(self, layer: int, terms: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
         """Nothing is kept; a subclass may."""
 
 
 class _TermsReader(IdentityReader):
     """Checks the identities and keeps the terms."""
 
-    def __init__(self, view: ModelView, layers: tuple[int, ...]) -> None:
-        super().__init__(view, layers)
-        self._terms: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {
-            layer: [] for layer in layers
-        }
+    def __init__(self, view: ModelView, layers: tuple[int, ...], bias: str = "raw") -> None:
+        super().__init__(view, layers, bias)
+        self._terms: dict[int, list[Mapping[str, Tensor]]] = {layer: [] for layer in layers}
+        self._sinks: dict[int, Tensor] = {}
 
-    def _keep(self, layer: int, terms: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
         self._terms[layer].append(terms)
+        if rule.sink_logits is not None:
+            self._sinks[layer] = rule.sink_logits
 
     def result(self, batch: TokenBatch) -> ScoreTerms:
         """All layers and chunks put together."""
         n = batch.ids.shape[1]
-        stacked = []
-        for term in range(4):
-            per_layer = [torch.cat([c[term] for c in self._terms[la]]) for la in self._layers]
-            stacked.append(torch.stack(per_layer, dim=1).expand(-1, -1, -1, n, n))
-        content, query_bias, key_bias, bias_bias = stacked
+        stacked = {}
+        for name in self._terms[self._layers[0]][0]:
+            per_layer = [torch.cat([c[name] for c in self._terms[la]]) for la in self._layers]
+            stacked[name] = torch.stack(per_layer, dim=1).expand(-1, -1, -1, n, n)
         return ScoreTerms(
-            content=content,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            bias_bias=bias_bias,
+            terms=MappingProxyType(stacked),
             visible=torch.stack([self._view.visible(la, batch.mask) for la in self._layers], 1),
             layers=self._layers,
-            bias_kind=self._view.bias_kind,
+            bias_kind="effective" if self._bias == "effective" else self._view.bias_kind,
             max_error=self.max_error,
             pattern_error=self.pattern_error,
             tolerance=self.tolerance,
+            soft_cap=self._view.parts.soft_cap,
+            sink_logits=torch.stack(list(self._sinks.values())) if self._sinks else None,
         )
 
 
 def score_terms(
-    view: ModelView, layer: int, attn_in: Residual, mask: Mask
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], float]:
-    """The four terms of one layer from what enters W_Q and W_K.
+    view: ModelView,
+    layer: int,
+    attn_in: Residual,
+    mask: Mask,
+    *,
+    rule: ScoreRule,
+    bias: str = "raw",
+) -> tuple[dict[str, Tensor], float]:
+    """The terms of one layer from what enters W_Q and W_K.
 
     Args:
         view: the model.
         layer: 0-based.
         attn_in: `[batch pos d_model]`, n.
         mask: `[batch pos]`, true where a token is.
+        rule: what the layer does with queries and keys in this run.
+        bias: "raw" or "effective", see `decompose_scores`.
 
     Returns:
-        content `[batch head query key]`, query_bias `[batch head 1 key]`, key_bias
-        `[batch head query 1]`, bias_bias `[batch head 1 1]`, and the largest `scale |q||k|` of
-        tokens in the same prompt.
+        The terms that the model has, by name, and the largest `scale |q||k|` of tokens in the
+        same prompt. Where nothing turns or norms queries and keys, query_bias is
+        `[batch head 1 key]`, key_bias `[batch head query 1]` and bias_bias `[batch head 1 1]`;
+        every other term is `[batch head query key]`.
     """
-    scale = view.attention_scale(layer)
     attn_in = at_least_single(attn_in)
-    b_Q, bias = at_least_single(view.b_Q(layer)), view.b_K(layer)
-    b_K = torch.zeros_like(b_Q) if bias is None else at_least_single(bias)
-    q = torch.einsum("bpd,hde->bhpe", attn_in, at_least_single(view.W_Q(layer)))
-    k = torch.einsum("bpd,hde->bhpe", attn_in, at_least_single(view.W_K(layer)))
-    content = scale * q @ k.transpose(-1, -2)
-    query_bias = scale * torch.einsum("he,bhke->bhk", b_Q, k)[:, :, None, :]
-    key_bias = scale * torch.einsum("bhqe,he->bhq", q, b_K)[..., None]
-    constant = scale * (b_Q * b_K).sum(-1)
-    bias_bias = constant[None, :, None, None].expand(attn_in.shape[0], -1, -1, -1)
+    W_Q, W_K = (at_least_single(weight(layer)) for weight in (view.W_Q, view.W_K))
+    b_Q, b_K = view.query_bias(layer, bias), view.b_K(layer)
+    beta = None if bias == "raw" else view.ln1_bias(layer)
+    own = attn_in if beta is None else attn_in - at_least_single(beta)
+    q = rule.queries(torch.einsum("bpd,hde->bhpe", own, W_Q))
+    k = rule.keys(torch.einsum("bpd,hde->bhpe", attn_in, W_K))
+    moves = rule.rotation is not None or rule.query_gain is not None
+
+    def spread(constant: Tensor, carried: Callable[[Tensor], Tensor]) -> Tensor:
+        """A bias at every position where these differ, else `[batch head 1 d_head]`."""
+        n = attn_in.shape[1] if moves else 1
+        rows = at_least_single(constant)[None, :, None, :]
+        rows = rows.expand(attn_in.shape[0], -1, n, -1)
+        return carried(rows) if moves else rows
+
+    terms = {"content": rule.scale * q @ k.transpose(-1, -2)}
+    sizes = [x.norm(dim=-1) for x in (q, k)]
+    if b_Q is not None:
+        from_bias = spread(b_Q, rule.queries)
+        terms["query_bias"] = rule.scale * from_bias @ k.transpose(-1, -2)
+        sizes[0] = sizes[0] + from_bias.norm(dim=-1)
+    if b_K is not None:
+        to_bias = spread(b_K, rule.keys)
+        terms["key_bias"] = rule.scale * q @ to_bias.transpose(-1, -2)
+        sizes[1] = sizes[1] + to_bias.norm(dim=-1)
+        if b_Q is not None:
+            terms["bias_bias"] = rule.scale * from_bias @ to_bias.transpose(-1, -2)
     padding = ~mask.to(attn_in.device)[:, None, :]
-    q_size, k_size = (
-        x.norm(dim=-1).masked_fill(padding, 0).amax((1, 2)) + bias.norm(dim=-1).amax()
-        for x, bias in ((q, b_Q), (k, b_K))
-    )
-    size = abs(scale) * float((q_size * k_size).amax())
-    return (content, query_bias, key_bias, bias_bias), size
+    q_size, k_size = (size.masked_fill(padding, 0).amax((1, 2)) for size in sizes)
+    size = abs(rule.scale) * float((q_size * k_size).amax())
+    if rule.position_bias is not None:
+        bias_rows = at_least_single(rule.position_bias)
+        terms["position_bias"] = bias_rows.expand(attn_in.shape[0], -1, -1, -1)
+        size += float(bias_rows.abs().amax())
+    return terms, size
 
 
 def at_least_single(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A `Site` is a place by meaning (`q` of layer 3). A `SiteMap` says how one model spells it.
 TransformerBridge and HookedTransformer agree on all names but one: what enters W_Q is at
-`ln1.hook_out` on the bridge, while HookedTransformer only has `ln1.hook_normalized`, which
+`attn.hook_in` on the bridge, while HookedTransformer only has `ln1.hook_normalized`, which
 lies before gain and bias; `ModelView.resolve` puts these on.
 """
 
@@ -18,10 +18,15 @@ LAYER_KINDS = (
     "resid_pre",
     "resid_mid",
     "resid_post",
+    "ln1",
     "attn_in",
     "q",
     "k",
     "v",
+    "q_normed",
+    "k_normed",
+    "rotary_cos",
+    "rotary_sin",
     "z",
     "attn_scores",
     "pattern",
@@ -35,9 +40,12 @@ class Site:
     """One place in a model: a kind, and a layer where the kind has one.
 
     Kinds: `embed`, `pos_embed` `[batch pos d_model]`; per layer `resid_pre`, `resid_mid`,
-    `resid_post`, `attn_in` (what enters W_Q, W_K, W_V: after ln1 with gain and bias),
-    `attn_out`, `mlp_out` `[batch pos d_model]`; `q`, `k`, `v` (with their biases), `z`
-    `[batch pos head d_head]`; `attn_scores`, `pattern` `[batch head query key]`.
+    `resid_post`, `ln1` (what the first norm gives), `attn_in` (what enters W_Q, W_K, W_V: the
+    same, but for models whose norms lie behind the attention), `attn_out`, `mlp_out`
+    `[batch pos d_model]`; `q`, `k`, `v` (with their biases), `z` `[batch pos head d_head]`;
+    `q_normed`, `k_normed` where queries and keys have norms of their own (the model's own
+    layout); `rotary_cos`, `rotary_sin` `[batch|1 pos d_rotary]`; `attn_scores`, `pattern`
+    `[batch head query key]`.
     """
 
     kind: str
@@ -73,14 +81,21 @@ _COMMON = {
     "q": "blocks.{layer}.attn.hook_q",
     "k": "blocks.{layer}.attn.hook_k",
     "v": "blocks.{layer}.attn.hook_v",
+    "q_normed": "blocks.{layer}.attn.hook_q_normed",
+    "k_normed": "blocks.{layer}.attn.hook_k_normed",
+    "rotary_cos": "blocks.{layer}.attn.hook_cos",
+    "rotary_sin": "blocks.{layer}.attn.hook_sin",
     "z": "blocks.{layer}.attn.hook_z",
     "attn_scores": "blocks.{layer}.attn.hook_attn_scores",
     "pattern": "blocks.{layer}.attn.hook_pattern",
     "attn_out": "blocks.{layer}.hook_attn_out",
     "mlp_out": "blocks.{layer}.hook_mlp_out",
 }
-_ATTN_IN = "blocks.{layer}.ln1.hook_out"
-_ATTN_IN_BEFORE_GAIN = "blocks.{layer}.ln1.hook_normalized"
+_LN1 = "blocks.{layer}.ln1.hook_out"
+_LN1_BEFORE_GAIN = "blocks.{layer}.ln1.hook_normalized"
+_ATTN_IN = "blocks.{layer}.attn.hook_in"
+_EMBED = "embed.hook_out"
+"""The token embedding alone; `hook_embed` of a bridge lies behind a norm where there is one."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +134,13 @@ def site_map(has_hook: Callable[[str], bool]) -> SiteMap:
         has_hook: tells whether the model has a hook of a given name.
     """
     names = {kind: name for kind, name in _COMMON.items() if has_hook(name.format(layer=0))}
-    before_gain = False
+    before_gain = not has_hook(_LN1.format(layer=0)) and has_hook(_LN1_BEFORE_GAIN.format(layer=0))
+    if before_gain:
+        names["ln1"] = names["attn_in"] = _LN1_BEFORE_GAIN
+    elif has_hook(_LN1.format(layer=0)):
+        names["ln1"] = names["attn_in"] = _LN1
     if has_hook(_ATTN_IN.format(layer=0)):
         names["attn_in"] = _ATTN_IN
-    elif has_hook(_ATTN_IN_BEFORE_GAIN.format(layer=0)):
-        names["attn_in"] = _ATTN_IN_BEFORE_GAIN
-        before_gain = True
+    if has_hook(_EMBED):
+        names["embed"] = _EMBED
     return SiteMap(names, before_gain)

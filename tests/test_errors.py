@@ -225,7 +225,7 @@ def neox() -> PreTrainedModel:
 
 NEEDS_BIAS: dict[str, Case] = {
     "shift": ss.source_agnostic_shift,
-    "terms": ss.decompose_scores,
+    "terms": lambda m, b: ss.decompose_scores(m, b).query_bias,
     "gamma": lambda m, b: ss.coordinate_alignment(m),
     "bias": lambda m, b: ss.query_bias(m),
     "ablation": lambda m, b: ss.sink_score(m, b, ss.ablations.ZeroQueryBias()),

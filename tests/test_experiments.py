@@ -434,7 +434,8 @@ def test_what_a_model_lacks_is_named(batch: ss.TokenBatch, tmp_path: Path) -> No
     assert set(reasons) == set(ss.PAPER_CONDITIONS) - set(applied)
     assert "query bias" in reasons["No Query Bias"]
     assert "position embeddings" in reasons["Swap EPE"]
-    assert set(result.results) == {"table1", "attention_maps"}
+    assert set(result.results) == {"table1", "attention_maps", "score_terms"}
+    assert result.score_terms.names == ("content",)
     content = strict_json(tmp_path / "results.json")
     assert set(content["not_applicable"]) == set(ss.experiments.EXPERIMENTS) - set(result.results)
     assert all("Not applicable" in reason for reason in content["not_applicable"].values())

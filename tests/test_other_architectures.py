@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
+from architectures import IDS, attentions, transformers_model
 from models import hook, tiny_gpt2
 
 import sinkscope as ss
-from sinkscope.ablations import Ablation, LiftCausalMask, ZeroKeyColumns, ZeroQueryBias
+from sinkscope.ablations import Ablation, LiftCausalMask, SwapEPE, ZeroQueryBias
 from sinkscope.errors import (
     EditError,
     IdentityError,
@@ -20,99 +20,12 @@ from sinkscope.errors import (
     SinkscopeError,
 )
 
-WINDOW = 4
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-GROUPED = SIZES | {"num_key_value_heads": 2}
-CONFIGS: dict[str, Any] = {
-    "gpt_neo": lambda: hf.GPTNeoConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_layers=4,
-        num_heads=4,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        window_size=WINDOW,
-        attention_types=[[["global", "local"], 2]],
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
-    "opt": lambda: hf.OPTConfig(
-        vocab_size=40,
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        ffn_dim=24,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    ),
-    "pythia": lambda: hf.GPTNeoXConfig(**SIZES),
-    "bloom": lambda: hf.BloomConfig(
-        vocab_size=40, hidden_size=16, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
-    ),
-    "mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=WINDOW),
-    "qwen2": lambda: hf.Qwen2Config(**GROUPED),
-    "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=4),
-}
-IDS = torch.randint(1, 40, (3, 10), generator=torch.Generator().manual_seed(3))
+NAMES = ("gpt_neo", "opt", "pythia", "bloom", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
 
 
-def transformers_model(name: str) -> Any:
-    config = CONFIGS[name]()
-    config._attn_implementation = "eager"
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(config).eval()
-        for parameter in model.parameters():
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
-
-
-def expected_attention(name: str) -> torch.Tensor:
-    """`[batch layer head query key]`, from transformers alone."""
-    with torch.no_grad():
-        output = transformers_model(name)(IDS, output_attentions=True)
-    return torch.stack(output.attentions, dim=1)
-
-
-@pytest.fixture(params=list(CONFIGS))
+@pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def test_patterns_are_transformers_own(name: str) -> None:
-    model = ss.load_model(transformers_model(name))
-    batch = ss.token_batch(model, IDS)
-    expected = expected_attention(name)
-    torch.testing.assert_close(ss.patterns(model, batch), expected, rtol=0, atol=2e-6)
-
-
-def test_sink_score_leaves_out_queries_that_cannot_see_the_first_position(name: str) -> None:
-    """Mean over late queries whose attention to position 0 is not cut off by a window."""
-    model = ss.load_model(transformers_model(name))
-    batch = ss.token_batch(model, IDS)
-    attention = expected_attention(name)
-    n = IDS.shape[1]
-    ours = ss.sink_score(model, batch, layers=range(4))
-    for layer in range(4):
-        windowed = name == "mistral" or (name == "gpt_neo" and layer % 2 == 1)
-        late = [q for q in range(n // 2, n) if not windowed or q < WINDOW]
-        if late:
-            values = attention[:, layer, :, late, 0].mean(-1)
-            torch.testing.assert_close(ours[:, layer], values, rtol=0, atol=2e-6)
-        else:
-            assert ours[:, layer].isnan().all()
 
 
 def test_a_whole_run_lists_what_does_not_apply(name: str, tmp_path: Path) -> None:
@@ -135,23 +48,9 @@ def test_a_whole_run_lists_what_does_not_apply(name: str, tmp_path: Path) -> Non
     assert ("No Query Bias" in missing) == (not view.parts.query_bias)
     assert ("No PE" in missing) == (not view.parts.learned_positions)
     assert "No MLP" in result.table1.conditions
-    assert ("score_terms" in has) == (name == "opt")
+    assert "score_terms" in has
     assert ("delta" in has) == (name in ("opt", "bloom"))
     assert (tmp_path / "results.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [
-        ("pythia", "positions of type 'rotary'"),
-        ("qwen2", "positions of type 'rotary'"),
-        ("bloom", "positions of type 'alibi'"),
-    ],
-)
-def test_scores_that_do_not_split_say_which_feature_is_in_the_way(name: str, feature: str) -> None:
-    model = ss.load_model(transformers_model(name))
-    with pytest.raises(NotApplicableError, match=feature):
-        ss.decompose_scores(model, ss.token_batch(model, IDS))
 
 
 def test_opt_decomposes_though_it_shows_no_scores() -> None:
@@ -160,7 +59,7 @@ def test_opt_decomposes_though_it_shows_no_scores() -> None:
     assert terms.max_error != terms.max_error  # NaN: there is nothing to compare with
     assert 0 < terms.pattern_error < 1e-5
     softmax = terms.total.masked_fill(~terms.visible[:, :, None], -torch.inf).softmax(-1)
-    torch.testing.assert_close(softmax, expected_attention("opt"), rtol=0, atol=2e-6)
+    torch.testing.assert_close(softmax, attentions(transformers_model("opt")), rtol=0, atol=2e-6)
 
 
 def test_edits_that_would_not_reach_the_output_are_refused() -> None:
@@ -180,19 +79,37 @@ def test_edits_that_would_not_reach_the_output_are_refused() -> None:
 
 
 def test_norms_behind_the_attention() -> None:
-    """In BERT what enters W_K is no norm's output, so no measure may take it for one."""
-    config = hf.BertConfig(**{k: v for k, v in SIZES.items() if "os_" not in k})
-    config._attn_implementation = "eager"
-    model = ss.load_model(hf.BertForMaskedLM(config).eval())
+    """BERT's positions pass a norm before its first block, so that no EPE stands for them."""
+    model = ss.load_model(transformers_model("bert"))
     batch = ss.token_batch(model, IDS)
-    with pytest.raises(NotApplicableError, match="norms behind the attention"):
-        ss.decompose_scores(model, batch)
-    with pytest.raises(NotApplicableError, match="the norm lies behind the attention"):
-        ss.source_agnostic_shift(model, batch)
-    with pytest.raises(EditError, match="post-LN"):
-        ss.patterns(model, batch, ZeroKeyColumns([1]))
-    if model.cfg.attention_dir == "bidirectional":  # TransformerLens 3 says causal, and is refused
-        assert ss.sink_score(model, batch).isfinite().all()
+    for use in (
+        lambda: ss.extract_epe(model),
+        lambda: ss.query_bias(model, "effective"),
+        lambda: ss.patterns(model, batch, SwapEPE()),
+    ):
+        with pytest.raises(NotApplicableError, match="the norm lies behind the attention"):
+            use()
+    if model.cfg.attention_dir != "bidirectional":  # TransformerLens 3 takes it for causal
+        for measure in (ss.sink_score, ss.decompose_scores):
+            with pytest.raises(IdentityError, match=r"should not see|not the model's own pattern"):
+                measure(model, batch)
+
+
+def test_a_rotary_model_has_no_shift_that_depends_on_the_key_alone() -> None:
+    model = ss.load_model(transformers_model("qwen2"))
+    with pytest.raises(NotApplicableError, match="depends on the query too"):
+        ss.source_agnostic_shift(model, ss.token_batch(model, IDS))
+
+
+def test_opt_s_first_mlp_runs_by_itself() -> None:
+    """OPT's layer holds its MLP's two maps itself: `fc2(relu(fc1(p)))`, positions from row 2."""
+    hf_model = transformers_model("opt")
+    layer = hf_model.model.decoder.layers[0]
+    positions = hf_model.model.decoder.embed_positions.weight[2:].detach()
+    with torch.no_grad():
+        mlp = layer.fc2(torch.relu(layer.fc1(positions)))
+    epe = ss.extract_epe(ss.load_model(hf_model))
+    torch.testing.assert_close(epe.vectors, positions + mlp)
 
 
 # --- GPT-2 in ways that could go wrong in silence -----------------------------------------

@@ -101,10 +101,12 @@ def make_terms() -> ScoreTerms:
     visible = torch.ones(2, 2, 4, 4, dtype=torch.bool).tril().clone()
     visible[1, :, :, 0] = visible[1, :, 0] = False  # the second prompt is padded on the left
     return ScoreTerms(
-        content=content,
-        query_bias=query_bias,
-        key_bias=key_bias,
-        bias_bias=bias_bias,
+        terms={
+            "content": content,
+            "query_bias": query_bias,
+            "key_bias": key_bias,
+            "bias_bias": bias_bias,
+        },
         visible=visible,
         layers=(4, 7),
         bias_kind="raw",
@@ -584,15 +586,11 @@ def test_score_terms_refuse_what_is_not_there(wrong, message):
 
 def make_query_terms(model_terms: ScoreTerms) -> QueryTerms:
     """The last query of the first prompt, as the experiment keeps it."""
-    content, query_bias, key_bias, bias_bias = (
-        getattr(model_terms, name)[0, :, :, 3].numpy()
-        for name in ("content", "query_bias", "key_bias", "bias_bias")
-    )
+    total = model_terms.total[0, :, :, 3]
     return QueryTerms(
-        content=content,
-        query_bias=query_bias,
-        key_bias=key_bias[..., 0],
-        bias_bias=bias_bias[..., 0],
+        terms=np.stack([term[0, :, :, 3].numpy() for term in model_terms.terms.values()]),
+        names=tuple(model_terms.terms),
+        attention=total.softmax(-1).numpy(),
         query=3,
         tokens=("a", " b", "<i>", "d"),
         bias_kind="effective",
@@ -824,8 +822,14 @@ def test_only_figures_are_written(tmp_path):
         raw(plots.save_figure)({"data": []}, tmp_path / "figure.html")
 
 
+def only_kaleido(found):
+    """`find_spec` with an answer of its own for kaleido; plotly asks it for its templates."""
+    ask = importlib.util.find_spec
+    return lambda name, *args: found if name == "kaleido" else ask(name, *args)
+
+
 def test_missing_kaleido_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", only_kaleido(None))
     with pytest.raises(WriteError, match=r"no package kaleido.*pip install.*\.html"):
         plots.save_figure(go.Figure(), tmp_path / "figure.png")
 
@@ -839,7 +843,7 @@ def test_missing_kaleido_is_told(tmp_path, monkeypatch):
     ],
 )
 def test_images_that_fail_or_hang_are_told(program, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", only_kaleido(object()))
     monkeypatch.setattr(export, "_RENDER", program)
     with pytest.raises(WriteError, match=message):
         plots.save_figure(go.Figure(), tmp_path / "figure.png", timeout=1.0)
@@ -847,7 +851,7 @@ def test_images_that_fail_or_hang_are_told(program, message, tmp_path, monkeypat
 
 
 def test_images_hold_what_the_renderer_gave(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", only_kaleido(object()))
     echo = (
         "import json, sys, base64; options = json.loads(sys.argv[1]); "
         "figure = json.load(sys.stdin); "

@@ -26,6 +26,8 @@ ORDER = (
     "display",
     "sites",
     "metrics",
+    "attention",
+    "parts",
     "model",
     "loading",
     "massive",

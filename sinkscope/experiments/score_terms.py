@@ -1,8 +1,8 @@
-"""The four score terms of one query in every head, and how well they add up over all prompts."""
+"""The score terms of one query in every head, and how well they add up over all prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkscope._types import Mask
 from sinkscope.ablations import Composition
+from sinkscope.attention import ScoreRule
 from sinkscope.capture import Progress
 from sinkscope.display import number
 from sinkscope.experiments._engine import Request, run_experiments, to_numpy, token_texts
+from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
@@ -21,8 +24,6 @@ from sinkscope.scores import IdentityReader
 
 if TYPE_CHECKING:
     import pandas as pd
-
-TERMS = ("content", "query_bias", "key_bias", "bias_bias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +33,10 @@ class QueryTerms(Result):
     All terms have the score's scale in them and add up to the score, see `scores.ScoreTerms`.
 
     Attributes:
-        content: `[layer head key]`.
-        query_bias: `[layer head key]`.
-        key_bias: `[layer head]`, the same for every key.
-        bias_bias: `[layer head]`, the same for every key.
+        terms: `[term layer head key]`.
+        names: of the terms, those that the model has.
+        attention: `[layer head key]`, the pattern that the terms make; NaN where a sliding
+            window hides the key.
         query: the position of the query.
         tokens: what each key holds, as text.
         bias_kind: "raw" or "effective", see `scores.ScoreTerms`.
@@ -46,10 +47,9 @@ class QueryTerms(Result):
 
     kind: ClassVar[str] = "score_terms"
 
-    content: np.ndarray
-    query_bias: np.ndarray
-    key_bias: np.ndarray
-    bias_bias: np.ndarray
+    terms: np.ndarray
+    names: tuple[str, ...]
+    attention: np.ndarray
     query: int
     tokens: tuple[str, ...]
     bias_kind: str
@@ -59,26 +59,19 @@ class QueryTerms(Result):
 
     @property
     def total(self) -> np.ndarray:
-        """`[layer head key]`, the scores before the softmax."""
-        constant = self.key_bias + self.bias_bias
-        return self.content + self.query_bias + constant[..., None]
+        """`[layer head key]`, the sum of all terms: the scores before mask and soft cap."""
+        return self.terms.sum(0)
 
     def to_dataframe(self) -> pd.DataFrame:
         """One row per layer, head, key and term: the term's part of the score."""
         import pandas as pd
 
-        shape = self.content.shape
-        layer, head, key = np.indices(shape).reshape(3, -1)
-        frames = []
-        for name in TERMS:
-            term = getattr(self, name)
-            term = np.broadcast_to(term if term.ndim == 3 else term[..., None], shape)
-            frames.append(
-                pd.DataFrame(
-                    {"layer": layer, "head": head, "key": key, "term": name, "value": term.ravel()}
-                )
-            )
-        return pd.concat(frames, ignore_index=True)
+        shape = self.terms.shape
+        term, layer, head, key = np.indices(shape).reshape(4, -1)
+        names = np.array(self.names)[term]
+        return pd.DataFrame(
+            {"layer": layer, "head": head, "key": key, "term": names, "value": self.terms.ravel()}
+        )
 
     def overview(self) -> list[tuple[str, str]]:
         return [
@@ -95,6 +88,7 @@ class QueryTerms(Result):
             "score_error": self.max_error,
             "pattern_error": self.pattern_error,
             "tolerance": self.tolerance,
+            "terms": self.names,
             "bias_kind": self.bias_kind,
             "query": self.query,
             "tokens": self.tokens,
@@ -104,48 +98,52 @@ class QueryTerms(Result):
 class _QueryReader(IdentityReader):
     """Checks the identities and keeps the terms of one query of the first prompt."""
 
-    def __init__(self, view: ModelView, column: int, keys: Tensor) -> None:
+    def __init__(self, view: ModelView, column: int, keys: Tensor, mask: Mask) -> None:
         super().__init__(view, tuple(range(view.n_layers)))
         self._column = column
         self._keys = keys
-        self.kept: dict[int, tuple[Tensor, ...]] = {}
+        self._visible = [view.visible(la, mask)[0, column, keys] for la in range(view.n_layers)]
+        self.kept: dict[int, tuple[Mapping[str, Tensor], Tensor]] = {}
 
-    def _keep(self, layer: int, terms: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
         if layer in self.kept:
             return
-        content, query_bias, key_bias, bias_bias = terms
-        keys = self._keys.to(content.device)
-        self.kept[layer] = (
-            content[0, :, self._column][:, keys].clone(),
-            query_bias[0, :, 0][:, keys].clone(),
-            key_bias[0, :, self._column, 0].clone(),
-            bias_bias[0, :, 0, 0].clone(),
-        )
+        n = terms["content"].shape[-1]
+        keys = self._keys.to(terms["content"].device)
+        rows = {
+            name: term[:1].expand(-1, -1, n, n)[:, :, self._column, keys].clone()
+            for name, term in terms.items()
+        }
+        content, *others = rows.values()
+        sees = self._visible[layer].to(keys.device)[None, None]
+        scores = rule.capped(sum(others, content))[:, :, None]
+        attention = rule.pattern(scores, sees[:, :, None])[:, :, 0]
+        self.kept[layer] = (rows, attention.masked_fill(~sees, NAN))
 
 
 class ScoreTermsExperiment:
     """Asks for what enters the scores, the scores and the patterns of the untouched model."""
 
     def __init__(self, view: ModelView, batch: TokenBatch) -> None:
-        view.require_query_bias()
         require_batch(batch)
         self._view = view
         columns = batch.mask[0].nonzero()[:, 0]
         self._query = len(columns) - 1
         self._tokens = token_texts(view, batch, 0)
-        self._reader = _QueryReader(view, int(columns[-1]), columns)
+        self._reader = _QueryReader(view, int(columns[-1]), columns, batch.mask[:1])
 
     def requests(self) -> Sequence[Request]:
         return [(Composition(), self._reader)]
 
     def result(self) -> QueryTerms:
         kept = [self._reader.kept[layer] for layer in range(self._view.n_layers)]
-        terms = {
-            name: to_numpy(torch.stack([layer[n] for layer in kept]))
-            for n, name in enumerate(TERMS)
-        }
+        names = tuple(kept[0][0])
         return QueryTerms(
-            **terms,
+            terms=to_numpy(
+                torch.stack([torch.cat([rows[name] for rows, _ in kept]) for name in names])
+            ),
+            names=names,
+            attention=to_numpy(torch.cat([attention for _, attention in kept])),
             query=self._query,
             tokens=self._tokens,
             bias_kind=self._view.bias_kind,
@@ -172,7 +170,7 @@ def run(
 
     Raises:
         IdentityError: the terms do not add up.
-        NotApplicableError: the model has no query bias.
+        NotApplicableError: the model computes its scores in a way that is not known here.
     """
     view = model_view(model)
     experiment = ScoreTermsExperiment(view, batch)

@@ -1,4 +1,4 @@
-"""The figure of a query's scores, split into their four terms."""
+"""The figure of a query's scores, split into their terms."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
+import torch
 
+from sinkscope.attention import ScoreRule
 from sinkscope.errors import InvalidInputError
-from sinkscope.experiments.score_terms import TERMS, QueryTerms
+from sinkscope.experiments.score_terms import QueryTerms
 from sinkscope.plots._checks import as_array, index_of
-from sinkscope.plots._style import BLACK, BLUE, GREY, ORANGE, SKY, finish
+from sinkscope.plots._style import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, finish
 from sinkscope.plots._text import token_label
 from sinkscope.scores import ScoreTerms
 
 _LOOKS = {
     "content": ("content", BLUE, ""),
-    "query_bias": ("query bias (the key alone)", ORANGE, "/"),
-    "key_bias": ("key bias (same for every key)", SKY, "."),
-    "bias_bias": ("bias-bias (constant)", GREY, "x"),
+    "query_bias": ("query bias", ORANGE, "/"),
+    "key_bias": ("key bias", SKY, "."),
+    "bias_bias": ("bias-bias", GREY, "x"),
+    "position_bias": ("ALiBi", GREEN, "-"),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class _Query:
-    """One query of one prompt: each term `[layer head key]`, and which keys each layer sees."""
+    """One query of one prompt: terms and attention `[layer head key]`, and what each layer sees."""
 
     terms: dict[str, np.ndarray]
+    attention: np.ndarray
     sees: np.ndarray
     layers: Sequence[int]
     number: int
@@ -45,7 +49,7 @@ def score_terms_bars(
     tokens: Sequence[str] | None = None,
     model: str | None = None,
 ) -> go.Figure:
-    """The four terms of one query's scores, stacked for each key it can see, with their sum.
+    """The terms of one query's scores, stacked for each key it can see, with their sum.
 
     Positive terms stack up from 0, negative ones down; the markers are the scores before the
     softmax. Score units, the scale included.
@@ -81,7 +85,7 @@ def score_terms_bars(
     at, head_at = _where(one, layer, head)
     keys = np.nonzero(one.sees[at])[0].tolist()
     labels = [str(k) if one.tokens is None else f"{k} {token_label(one.tokens[k])}" for k in keys]
-    values = {name: one.terms[name][at, head_at, keys] for name in TERMS}
+    values = {name: term[at, head_at, keys] for name, term in one.terms.items()}
     total = np.sum(list(values.values()), axis=0)
     figure = go.Figure([_bar(name, labels, term) for name, term in values.items()])
     figure.add_trace(
@@ -96,7 +100,7 @@ def score_terms_bars(
                 "line": {"color": BLACK, "width": 1.6},
             },
             name="sum = score before softmax",
-            customdata=_softmax(total),
+            customdata=one.attention[at, head_at, keys],
             hovertemplate="key %{x}: %{y:.4f}, attention %{customdata:.4f}",
         )
     )
@@ -116,7 +120,8 @@ def score_terms_bars(
     return finish(
         figure,
         f"Terms of the attention scores: layer {one.layers[at]}, head {head_at}, {of_query}",
-        subtitle=f"Stacked terms add up to the score; query bias is {one.bias_kind}",
+        subtitle="Stacked terms add up to the score; "
+        + (f"query bias is {one.bias_kind}" if "query_bias" in one.terms else "no query bias"),
         model=model,
         body=400,
         bottom=130 if named else 70,
@@ -133,9 +138,18 @@ def _of_batch(
         seeing = np.nonzero(visible.any((0, 2)))[0]
         query = int(seeing[-1]) if seeing.size else 0
     number = index_of(query, range(queries), "query")
+    sees = visible[:, number]
+    sinks = terms.sink_logits
+    attention = []
+    for at, visible_keys in enumerate(sees):
+        rule = ScoreRule(1.0, sink_logits=None if sinks is None else sinks[at])
+        scores = terms.scores[row : row + 1, at, :, number : number + 1].detach()
+        seen = torch.from_numpy(visible_keys)[None, None, None].to(scores.device)
+        attention.append(as_array(rule.pattern(scores, seen)[0, :, 0], "terms"))
     return _Query(
-        terms={n: as_array(getattr(terms, n)[row, :, :, number], "terms") for n in TERMS},
-        sees=visible[:, number],
+        terms={n: as_array(t[row, :, :, number], "terms") for n, t in terms.terms.items()},
+        attention=np.stack(attention),
+        sees=sees,
         layers=terms.layers,
         number=number,
         tokens=tokens,
@@ -147,14 +161,12 @@ def _of_experiment(
     terms: QueryTerms, batch_row: int, query: int | None, tokens: Sequence[str] | None
 ) -> _Query:
     index_of(batch_row, [0], "batch_row")
-    shape = terms.content.shape
-    parts = {n: as_array(getattr(terms, n), "terms") for n in TERMS}
+    n_layers = terms.terms.shape[1]
     return _Query(
-        terms={
-            n: np.broadcast_to(t if t.ndim == 3 else t[..., None], shape) for n, t in parts.items()
-        },
-        sees=np.ones((shape[0], shape[2]), dtype=bool),
-        layers=range(shape[0]),
+        terms=dict(zip(terms.names, as_array(terms.terms, "terms"), strict=True)),
+        attention=as_array(terms.attention, "attention"),
+        sees=np.isfinite(terms.attention).any(1),
+        layers=range(n_layers),
         number=terms.query if query is None else index_of(query, [terms.query], "query"),
         tokens=terms.tokens if tokens is None else tokens,
         bias_kind=terms.bias_kind,
@@ -166,12 +178,11 @@ def _where(one: _Query, layer: int | None, head: int | None) -> tuple[int, int]:
     n_heads = one.terms["content"].shape[1]
     at = range(len(one.layers)) if layer is None else [index_of(layer, one.layers, "layer")]
     heads = range(n_heads) if head is None else [index_of(head, range(n_heads), "head")]
-    total = np.sum([one.terms[name] for name in TERMS], axis=0)
     attention = {}
     for la in at:
         if one.sees[la].any():
             for h in heads:
-                attention[la, h] = float(_softmax(total[la, h, one.sees[la]])[0])
+                attention[la, h] = float(one.attention[la, h, one.sees[la]][0])
     if not attention:
         raise InvalidInputError(
             "This query sees no key",
@@ -194,8 +205,3 @@ def _bar(name: str, labels: list[str], values: np.ndarray) -> go.Bar:
         },
         hovertemplate="key %{x}: %{y:.4f}",
     )
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    shifted = np.exp(scores - scores.max())
-    return shifted / shifted.sum()
