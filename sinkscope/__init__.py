@@ -5,7 +5,8 @@ The way through: a model (`load_model`, `model_view`), prompts (`token_batch`), 
 `find_massive_coordinates`), runs (`decompose_scores`, `source_agnostic_shift`,
 `epe_fidelity`, `patterns`, `sink_score`, `sink_rate`, `sink_position`, `value_norms`,
 `residual_norms`), changes (`ablations`, `PAPER_CONDITIONS`), the paper's results
-(`experiments`, `reproduce`), and figures of them (`plots`).
+(`experiments`, `reproduce`), which circuit a model uses (`survey`), and figures of them
+(`plots`).
 
 Names are loaded on use, so that importing sinkscope stays light.
 """
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from sinkscope import plots as plots
     from sinkscope.ablations import PAPER_CONDITIONS as PAPER_CONDITIONS
     from sinkscope.ablations import Ablation as Ablation
+    from sinkscope.circuits import Survey as Survey
+    from sinkscope.circuits import survey as survey
     from sinkscope.epe import EPE as EPE
     from sinkscope.epe import coordinate_alignment as coordinate_alignment
     from sinkscope.epe import epe_bias_alignment as epe_bias_alignment
@@ -58,6 +61,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ablations": ("Ablation", "PAPER_CONDITIONS"),
+    "circuits": ("Survey", "survey"),
     "epe": (
         "EPE",
         "coordinate_alignment",

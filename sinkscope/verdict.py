@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +71,7 @@ def verdict(table: Table1, lengths: Sequence[int]) -> Verdict:
     missing = dict(table.not_applicable)
     sentences = [_sentence(name, kept, missing) for name in (*PARTS, *CONTROLS)]
     return Verdict(
-        f"{_circuit(kept, missing)} {share}.", tuple(s for s in sentences if s is not None)
+        f"{circuit(kept, missing)} {share}.", tuple(s for s in sentences if s is not None)
     )
 
 
@@ -81,7 +81,13 @@ def uniform_sink_score(lengths: Sequence[int]) -> float:
     return float(np.mean(scores))
 
 
-def _circuit(kept: dict[str, float], missing: dict[str, str]) -> str:
+def circuit(kept: Mapping[str, float], missing: Mapping[str, str]) -> str:
+    """Which circuit carries a sink, in a sentence.
+
+    Args:
+        kept: condition -> what is left of the sink score under it.
+        missing: condition -> why it does not apply.
+    """
     carrying = [name for name in CIRCUIT if kept.get(name, 1.0) < CARRIES]
     clean = all(kept[name] >= CONTROL for name in CONTROLS if name in kept)
     if len(carrying) == len(CIRCUIT) and clean:
