@@ -23,6 +23,7 @@ from sinkscope.ablations import (
     SkipMLP,
     ZeroKeyColumns,
     ZeroQueryBias,
+    ZeroToken,
 )
 from sinkscope.capture import stream
 from sinkscope.errors import NoEffectWarning
@@ -32,8 +33,27 @@ from sinkscope.measures import LayerReader
 SINK = 0.3
 """A head has a sink where its sink score is at least this."""
 
-FACTS = ("model", "sink is", "missing", "BOS", "sink score", "sink rate", "sink heads", "copies")
-PARTS = ("b_Q", "mean query", "token", "position", "both", "MLP 0", "coordinates")
+FACTS = (
+    "model",
+    "sink is",
+    "missing",
+    "BOS",
+    "sink score",
+    "sink rate",
+    "sink heads",
+    "step",
+    "copies",
+)
+PARTS = (
+    "b_Q",
+    "mean query",
+    "other word",
+    "no token",
+    "position",
+    "other word, position",
+    "MLP 0",
+    "coordinates",
+)
 RESULTS = ("model", "sink is", "baseline", *PARTS)
 
 
@@ -64,6 +84,16 @@ class Measured:
     def sink_heads(self) -> list[tuple[int, int]]:
         """Layer and head of each head that has a sink."""
         return [(layer, head) for layer, head in (self.scores >= SINK).nonzero().tolist()]
+
+    @property
+    def kind(self) -> str:
+        """How the sink came about; where a part of the plant is missing, it is no planted sink."""
+        planted = self.facts.get("planted", True)  # the demo model's record is older than the word
+        if not self.sink_heads:
+            return "none, part planted" if planted else "none, nothing planted"
+        if not planted:
+            return "grown"
+        return "grown on part of a plant" if self.facts.get("missing") else "planted"
 
     @property
     def baseline(self) -> float:
@@ -121,14 +151,15 @@ def measure(name: str) -> Measured:
     without = {
         "b_Q": scores(batch, ZeroQueryBias()),
         "mean query": scores(batch, without_mean_query(layers)),
-        "token": scores(other),
+        "other word": scores(other),
+        "no token": scores(batch, ZeroToken(0)),
         "MLP 0": scores(batch, SkipMLP([0])),
     }
     if massive:
         without["coordinates"] = scores(batch, ZeroKeyColumns(massive))
     if view.parts.learned_positions:
         without["position"] = scores(batch, ReplacePosition(1, 0))
-        without["both"] = scores(other, ReplacePosition(1, 0))
+        without["other word, position"] = scores(other, ReplacePosition(1, 0))
     heads = [(layer, head) for layer, head in (baseline >= SINK).nonzero().tolist()]
     return Measured(
         name=name,
@@ -154,23 +185,22 @@ def rows(measured: Sequence[Measured]) -> tuple[list[list[str]], list[list[str]]
     """The cells of the two tables: what each model is, and what its sink needs."""
     first, second = [], []
     for m in measured:
-        planted = m.facts.get("planted", True)
-        kind = "planted" if planted else "grown"
-        heads = len(m.sink_heads)
+        step = m.facts.get("first_step_with_a_sink")
         first.append(
             [
                 m.name,
-                kind,
+                m.kind,
                 m.facts.get("missing") or "nothing",
                 "yes" if m.facts.get("fixed_bos") else "no",
                 f"{float(m.scores.mean()):.2f}",
                 f"{m.sink_rate:.2f}",
-                f"{heads} of {m.scores.numel()}",
+                f"{len(m.sink_heads)} of {m.scores.numel()}",
+                "-" if step is None else str(step),
                 _cell(m.facts.get("final_loss_on_copies", math.nan)),
             ]
         )
         values = [_cell(m.without[part]) for part in PARTS]
-        second.append([m.name, kind, _cell(m.baseline), *values])
+        second.append([m.name, m.kind, _cell(m.baseline), *values])
     return first, second
 
 

@@ -20,6 +20,9 @@ DEMO_VARIANTS = (
     "demo-grown-rotary",
     "demo-grown-no-first-mlp",
     "demo-grown-no-bos",
+    "demo-planted",
+    "demo-planted-no-query-bias",
+    "demo-planted-no-first-mlp",
 )
 """Small models that ship beside the demo model; docs/dispensability.md says what each lacks."""
 
