@@ -20,7 +20,7 @@ import math
 import platform
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from tqdm import trange
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 SEPARATOR = "<|endoftext|>"
 SKIPPED_DIRECTORIES = {
@@ -68,15 +68,9 @@ class Plant:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the trained weights, apart from the text and the seed."""
+class Optimisation:
+    """How a model is trained, whatever it is trained on."""
 
-    plant: Plant = field(default_factory=Plant)
-    d_model: int = 128
-    n_layers: int = 6
-    n_heads: int = 4
-    n_ctx: int = 64
-    vocab_size: int = 1024
     batch_size: int = 128
     learning_rate: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.95)
@@ -85,8 +79,19 @@ class Recipe:
     gradient_clip: float = 1.0
 
 
-# Variants of the demo model (another plant, another architecture) are entries here; a variant that
-# needs a different initial model also gets a branch in `build_model`.
+@dataclass(frozen=True)
+class Recipe(Optimisation):
+    """Everything that decides the trained weights, apart from the text and the seed."""
+
+    plant: Plant = field(default_factory=Plant)
+    d_model: int = 128
+    n_layers: int = 6
+    n_heads: int = 4
+    n_ctx: int = 64
+    vocab_size: int = 1024
+
+
+# Models without a plant, on another task, are in train_variants.py beside this file.
 RECIPES: dict[str, Recipe] = {"demo": Recipe()}
 
 
@@ -235,7 +240,7 @@ def random_windows(
     return stream[starts[:, None] + torch.arange(length)]
 
 
-def next_token_loss(model: GPT2LMHeadModel, tokens: Tensor) -> Tensor:
+def next_token_loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Mean cross-entropy in nats of tokens[:, 1:] given what precedes; tokens [batch, pos]."""
     logits = model(tokens, use_cache=False).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -264,15 +269,14 @@ def autocast(precision: str) -> AbstractContextManager:
 
 
 def train(
-    model: GPT2LMHeadModel,
-    stream: Tensor,
+    model: PreTrainedModel,
+    draw: Callable[[], Tensor],
     *,
-    recipe: Recipe,
+    recipe: Optimisation,
     steps: int,
     precision: str,
-    generator: torch.Generator,
 ) -> Iterator[tuple[int, float]]:
-    """Train in place on random windows of `stream`; yields (steps done, training loss)."""
+    """Train in place on what `draw` gives, ids [batch, pos]; yields (steps done, training loss)."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=recipe.learning_rate,
@@ -283,7 +287,7 @@ def train(
         optimizer, lambda step: learning_rate_factor(step, recipe.warmup_steps, steps)
     )
     for step in (progress := trange(1, steps + 1, mininterval=5)):
-        tokens = random_windows(stream, recipe.batch_size, recipe.n_ctx, generator)
+        tokens = draw()
         with autocast(precision):
             loss = next_token_loss(model, tokens)
         loss.backward()
@@ -297,18 +301,18 @@ def train(
 
 
 @torch.no_grad()
-def round_weights(model: GPT2LMHeadModel, dtype: torch.dtype) -> None:
+def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round every parameter to `dtype` in place, so that what is measured is what is shipped."""
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
 
 
-def save_model(model: GPT2LMHeadModel, directory: Path, dtype: torch.dtype) -> None:
+def save_model(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     """Write model.safetensors in `dtype` and config.json; loading gives float32 weights."""
     state = {
         name: tensor.to(dtype).contiguous()
         for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"  # tied to the token embedding
+        if name not in (model.all_tied_weights_keys or {})  # tied to the token embedding
     }
     safetensors.torch.save_file(state, directory / "model.safetensors", {"format": "pt"})
     model.config.architectures = [type(model).__name__]
@@ -316,15 +320,22 @@ def save_model(model: GPT2LMHeadModel, directory: Path, dtype: torch.dtype) -> N
     model.config.save_pretrained(directory)
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, n_ctx: int) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer,
+    directory: Path,
+    n_ctx: int,
+    *,
+    bos: str = SEPARATOR,
+    unknown: str = SEPARATOR,
+) -> None:
     """Write tokenizer.json and tokenizer_config.json, for `AutoTokenizer` of any recent version."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SEPARATOR,
-        "eos_token": SEPARATOR,
-        "pad_token": SEPARATOR,
-        "unk_token": SEPARATOR,
+        "bos_token": bos,
+        "eos_token": bos,
+        "pad_token": bos,
+        "unk_token": unknown,
         "model_max_length": n_ctx,
         "clean_up_tokenization_spaces": False,
     }
@@ -373,11 +384,10 @@ def run(args: argparse.Namespace) -> dict:
     curve, started = [], time.perf_counter()
     training = train(
         model,
-        train_stream,
+        lambda: random_windows(train_stream, recipe.batch_size, recipe.n_ctx, generator),
         recipe=recipe,
         steps=args.steps,
         precision=args.precision,
-        generator=generator,
     )
     for step, loss in training:
         if step % args.validate_every == 0 or step == args.steps:

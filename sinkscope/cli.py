@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         default="demo",
         metavar="FILE|paper|demo",
         help="a .txt, .csv or .jsonl file; 'paper' for SST-2, GSM8K and HumanEval (needs the "
-        "hub); 'demo' for the prompts shipped with sinkscope (default)",
+        "hub); 'demo' for the prompts shipped with sinkscope (default), or 'demo-...' for those "
+        "of a variant of the demo model",
     )
     reproduce.add_argument(
         "--length", type=int, default=40, help="tokens per prompt (default: 40, the paper's)"
@@ -109,7 +110,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="demo",
         metavar="demo|NAME|DIR",
-        help="'demo', a name on the Hugging Face hub, or a local directory (default: demo)",
+        help="'demo' or one of its variants ('demo-grown'), a name on the Hugging Face hub, or a "
+        "local directory (default: demo)",
     )
     parser.add_argument("--device", default="cpu", metavar="D", help="default: cpu")
     parser.add_argument(

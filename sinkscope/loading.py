@@ -13,6 +13,18 @@ import torch
 from sinkscope.errors import InvalidInputError, LoadError
 
 DEMO_NAME = "sinkscope-demo"
+DEMO_VARIANTS = (
+    "demo-grown",
+    "demo-grown-no-query-bias",
+    "demo-grown-no-effective-query-bias",
+    "demo-grown-rotary",
+    "demo-grown-no-first-mlp",
+    "demo-grown-no-bos",
+    "demo-planted",
+    "demo-planted-no-query-bias",
+    "demo-planted-no-first-mlp",
+)
+"""Small models that ship beside the demo model; docs/dispensability.md says what each lacks."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -32,10 +44,10 @@ def load_model(
     """A model as a `TransformerBridge` with raw weights, ready for every function of sinkscope.
 
     Args:
-        model: "demo" (shipped with sinkscope), a name on the Hugging Face hub ("gpt2"), a
-            local directory in transformers' format, or a transformers model object. An
-            object is wrapped in place, as TransformerLens does: it still computes the same,
-            and its modules are now hooked.
+        model: "demo" or one of `DEMO_VARIANTS` (shipped with sinkscope), a name on the
+            Hugging Face hub ("gpt2"), a local directory in transformers' format, or a
+            transformers model object. An object is wrapped in place, as TransformerLens
+            does: it still computes the same, and its modules are now hooked.
         tokenizer: for a model object, which may also do without one and take ids.
         device: CPU if None; a model object stays where it is.
         dtype: of names and directories, float32 if not given; an object keeps its own.
@@ -55,11 +67,18 @@ def load_model(
             fix="load it with transformers.AutoTokenizer.from_pretrained(...)",
         )
     if isinstance(model, (str, os.PathLike)):
-        if str(model) == "demo":
-            with resources.as_file(resources.files("sinkscope") / "demo") as path:
-                return _from_directory(path, tokenizer, device, dtype, DEMO_NAME)
+        if str(model) in ("demo", *DEMO_VARIANTS):
+            with resources.as_file(demo_directory(str(model))) as path:
+                return _from_directory(path, tokenizer, device, dtype, f"sinkscope-{model}")
         if Path(model).is_dir():
             return _from_directory(Path(model), tokenizer, device, dtype, Path(model).name)
+        if str(model).startswith("demo-"):
+            raise LoadError(
+                f"There is no demo model {str(model)!r}",
+                expected=", ".join(("demo", *DEMO_VARIANTS)),
+                got="neither one of these nor a directory",
+                fix="use one of these names as it is spelt here",
+            )
         if isinstance(model, os.PathLike) or str(model).startswith((".", "/", "~")):
             raise LoadError(
                 f"There is no directory {str(model)!r}",
@@ -83,6 +102,12 @@ def load_model(
             fix="a model that is hooked already needs no loading: pass it as it is",
         )
     return _wrap(model, tokenizer, str(getattr(model.config, "name_or_path", "")) or "model")
+
+
+def demo_directory(name: str) -> Any:
+    """The `Traversable` with the files of a shipped model: "demo", or one of `DEMO_VARIANTS`."""
+    demo = resources.files("sinkscope") / "demo"
+    return demo if name == "demo" else demo / "variants" / name.removeprefix("demo-")
 
 
 def _is_tokenizer(tokenizer: Any) -> bool:

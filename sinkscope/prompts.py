@@ -12,7 +12,6 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from sinkscope._types import Ids, Mask, Rows
 from sinkscope.display import HtmlTable
 from sinkscope.errors import BosWarning, InvalidInputError, LoadError
+from sinkscope.loading import DEMO_VARIANTS, demo_directory
 from sinkscope.metrics import first_positions, position_ids
 from sinkscope.model import ModelView, model_view
 
@@ -282,10 +282,10 @@ def load_prompts(model: Any, source: str | Path) -> Prompts:
 
     Args:
         model: a hooked model or its view; "paper" counts tokens with its tokenizer.
-        source: "demo" (shipped with sinkscope, whitespace folded), "paper" (SST-2, GSM8K and
-            HumanEval through the `datasets` library), or the path of a .txt (one prompt a
-            line), .csv (column `text`) or .jsonl file (field `text`); csv and jsonl may also
-            have `corpus`.
+        source: "demo" or one of `loading.DEMO_VARIANTS` (prompts that ship with the model of
+            that name, whitespace folded), "paper" (SST-2, GSM8K and HumanEval through the
+            `datasets` library), or the path of a .txt (one prompt a line), .csv (column
+            `text`) or .jsonl file (field `text`); csv and jsonl may also have `corpus`.
 
     Raises:
         LoadError: the file or data set cannot be read, or holds no prompt.
@@ -297,9 +297,9 @@ def load_prompts(model: Any, source: str | Path) -> Prompts:
             got=repr(source)[:80],
             fix="pass texts and ids to token_batch instead",
         )
-    if source == "demo":
-        shipped = resources.files("sinkscope") / "demo" / "prompts.jsonl"
-        return _prompts(_read_jsonl(shipped.read_text("utf-8"), "demo"), "demo").folded()
+    if source == "demo" or source in DEMO_VARIANTS:
+        shipped = demo_directory(str(source)) / "prompts.jsonl"
+        return _prompts(_read_jsonl(shipped.read_text("utf-8"), source), source).folded()
     if source == "paper":
         return paper_prompts(model)
     return read_prompts(Path(source))

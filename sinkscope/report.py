@@ -188,7 +188,7 @@ def report_html(
 
 
 _PLANTED = (
-    "The demo model's circuit was planted at initialisation and then trained: this verdict tests "
+    "This model's circuit was planted at initialisation and then trained: the verdict tests "
     "sinkscope against a known truth and is not evidence about natural models."
 )
 
@@ -240,7 +240,9 @@ def _versions(provenance: Any) -> str:
 def _verdict(run: Reproduction) -> str:
     words = verdict(run.table1, run.provenance["lengths"])
     items = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.sentences)
-    planted = f"<p>{_text(_PLANTED)}</p>" if run.provenance["model"] == DEMO_NAME else ""
+    name = run.provenance["model"]
+    known = name == DEMO_NAME or name.startswith(f"{DEMO_NAME}-planted")
+    planted = f"<p>{_text(_PLANTED)}</p>" if known else ""
     return f'<p class="headline">{_text(words.headline)}</p>{planted}<ul>{items}</ul>'
 
 
