@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -557,7 +558,7 @@ def _verdict(
     missing: dict[str, str],
     jump: int | None,
 ) -> str:
-    if score != score:
+    if math.isnan(score):
         return _HIDDEN
     share = f"Position 0 receives {score:.1%} of attention, {uniform:.1%} if it were uniform"
     if not score >= SINK_RATIO * uniform:
