@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Pairs = tuple[tuple[str, float], ...]
 
 PEAK = 3.0
-"""A residual peak is a norm at least this many times the median of the other positions."""
+"""A residual peak has a norm or an entry this many times the other positions' median one."""
 MASSIVE_KEYS = "Zero massive Wk"
 JUMP_MLP = "No MLP where the norm jumps"
 SHARE_OF_COORDINATES = "massive coordinates"
@@ -73,13 +73,14 @@ class SurveyRow:
         peak_by_layer: norm of the first position over the median of the others, in the
             residual stream entering each layer, and after the last.
         peak: the largest of these after the first layer.
+        peak_entry: the same for the largest entry instead of the norm.
         jump_layer: the layer that adds most to the first position's norm, in units of the
-            others' median norm after it; None where the peak is below 3.
+            others' median norm after it; None where both peaks are below 3.
         value_drain: `|v|` of the first position over the median of the others, mid layers.
         epe_coordinates: massive coordinates of EPE_0 by `MeanStd(3)`; None without an EPE.
         coordinates: massive coordinates by `MeanStd(3)` of the mean residual of the first
             position, after the layer where its largest entry stands out most against its
-            median one; empty where the peak is below 3.
+            median one; empty where both peaks are below 3.
         appear_after: the first layer after which these hold half of their largest size, -1 if
             the embeddings do; None without coordinates.
         score_shares: term -> the share it has in the sink's lead over the other keys of the
@@ -112,6 +113,7 @@ class SurveyRow:
     strongest: tuple[int, int, float]
     peak_by_layer: tuple[float, ...]
     peak: float
+    peak_entry: float
     jump_layer: int | None
     value_drain: float
     epe_coordinates: tuple[int, ...] | None
@@ -262,7 +264,7 @@ def _row(runner: _Runner) -> SurveyRow:
     sink = _SinkReaders(view)
     runner.run(sink.readers)
     found = sink.result(batch)
-    peak, jump, coordinates, appear = found.peak()
+    jump, coordinates, appear = found.peak()
 
     extra: dict[str, Ablation] = {}
     if jump is not None and view.parts.first_mlp:
@@ -305,7 +307,8 @@ def _row(runner: _Runner) -> SurveyRow:
         sink_position_share=share,
         strongest=(layer, head, _mean(found.scores[:, layer, head])),
         peak_by_layer=tuple(found.ratios.tolist()),
-        peak=peak,
+        peak=float(found.ratios[1:].max()),
+        peak_entry=float(found.entries[1:].max()),
         jump_layer=jump,
         value_drain=_mean(found.drain[:, mid]),
         epe_coordinates=_epe_coordinates(view, refused),
@@ -341,9 +344,10 @@ class _SinkReaders:
             scores=self.scores.result(),
             rates=alphas[..., :2],
             positions=alphas[..., 2].long(),
-            vectors=residual[..., 2:].mean(0),
+            vectors=residual[..., 4:].mean(0),
             firsts=residual[..., 0].mean(0),
             others=residual[..., 1].mean(0),
+            entries=residual[..., 2].mean(0) / residual[..., 3].mean(0),
             drain=self.drain.result(),
         )
 
@@ -359,6 +363,7 @@ class _Found:
         vectors: `[layer + 1, d_model]`, mean residual of the first position.
         firsts: `[layer + 1]`, mean norm of the first position.
         others: `[layer + 1]`, mean over prompts of the other positions' median norm.
+        entries: `[layer + 1]`, largest entry of the first position over the others' median.
         drain: `[batch layer]`.
     """
 
@@ -368,6 +373,7 @@ class _Found:
     vectors: Tensor
     firsts: Tensor
     others: Tensor
+    entries: Tensor
     drain: Tensor
 
     @property
@@ -380,19 +386,18 @@ class _Found:
         values, counts = self.positions.unique(return_counts=True)
         return int(values[counts.argmax()]), float(counts.max() / counts.sum())
 
-    def peak(self) -> tuple[float, int | None, tuple[int, ...], int | None]:
-        """The peak, the layer that makes it, its massive coordinates, and where these appear."""
-        peak = float(self.ratios[1:].max())
-        if not peak >= PEAK:
-            return peak, None, (), None
+    def peak(self) -> tuple[int | None, tuple[int, ...], int | None]:
+        """The layer that makes the peak, its massive coordinates, and where these appear."""
+        if not float(torch.stack([self.ratios, self.entries])[:, 1:].max()) >= PEAK:
+            return None, (), None
         jump = int((self.firsts.diff() / self.others[1:]).argmax())
         sizes = self.vectors[1:].abs()
         at = 1 + int((sizes.amax(1) / sizes.median(1).values).argmax())
         coordinates = find_massive_coordinates(self.vectors[at], MeanStd(3.0)).coordinates
         if not coordinates:
-            return peak, jump, (), None
+            return jump, (), None
         size = self.vectors[:, list(coordinates)].abs().mean(1)
-        return peak, jump, coordinates, int((size >= size.max() / 2).nonzero()[0]) - 1
+        return jump, coordinates, int((size >= size.max() / 2).nonzero()[0]) - 1
 
 
 def _rates_and_position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
@@ -403,11 +408,11 @@ def _rates_and_position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tenso
 
 
 def _first_and_others(x: Tensor, chunk: TokenBatch) -> Tensor:
-    """`[batch 2 + d_model]`: the first position's norm, the others' median, its vector."""
+    """`[batch 4 + d_model]`: norm, the others' median norm, the same of entries, the vector."""
     x = at_least_single(x)
     rows = torch.arange(x.shape[0], device=x.device)
-    vector = x[rows, chunk.first.to(x.device)]
-    return torch.cat([_first_and_median(x.norm(dim=-1), chunk), vector], -1)
+    sizes = [_first_and_median(size, chunk) for size in (x.norm(dim=-1), x.abs().amax(-1))]
+    return torch.cat([*sizes, x[rows, chunk.first.to(x.device)]], -1)
 
 
 def _drain(v: Tensor, chunk: TokenBatch) -> Tensor:

@@ -14,7 +14,9 @@ from sinkscope.errors import InvalidInputError, SinkscopeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
+    from sinkscope.circuits import Survey
     from sinkscope.prompts import TokenBatch
     from sinkscope.reproduction import Reproduction
 
@@ -52,34 +54,33 @@ def _parser() -> argparse.ArgumentParser:
         description="All of the paper's experiments on one model: prints Table 1, and writes "
         "results.json, table1.csv, the arrays behind them, the figures and report.html.",
     )
-    _add_model_options(reproduce)
+    _add_model_option(reproduce)
+    _add_run_options(reproduce, "sinkscope-out")
     reproduce.add_argument(
-        "--prompts",
-        default="demo",
-        metavar="FILE|paper|demo",
-        help="a .txt, .csv or .jsonl file; 'paper' for SST-2, GSM8K and HumanEval (needs the "
-        "hub); 'demo' for the prompts shipped with sinkscope (default), or 'demo-...' for those "
-        "of a variant of the demo model",
-    )
-    reproduce.add_argument(
-        "--length", type=int, default=40, help="tokens per prompt (default: 40, the paper's)"
-    )
-    reproduce.add_argument(
-        "--out",
-        default="sinkscope-out",
-        metavar="DIR",
-        help="where to write (default: %(default)s)",
-    )
-    reproduce.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="prompts per pass (default: 64)"
-    )
-    reproduce.add_argument(
-        "--plotlyjs",
-        choices=("inline", "cdn"),
-        default="inline",
-        help="report.html with plotly.js in it, or a small one that links it (default: inline)",
+        "--survey", action="store_true", help="add what `sinkscope survey` says to report.html"
     )
     reproduce.set_defaults(run=_reproduce)
+
+    survey = commands.add_parser(
+        "survey",
+        help="which circuit models use for their sinks",
+        description="One row a model: its parts, where its sink is, what carries it, and a verdict "
+        "in words. Prints a summary, and writes survey.json, survey.csv and survey.html.",
+    )
+    survey.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="'demo', a name on the Hugging Face hub, or a local directory",
+    )
+    survey.add_argument(
+        "--bos",
+        choices=("none", "prepend"),
+        default="none",
+        help="put the tokenizer's BOS in front of every prompt (default: none)",
+    )
+    _add_run_options(survey, "survey-out")
+    survey.set_defaults(run=_survey)
 
     epe = commands.add_parser(
         "epe",
@@ -105,7 +106,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def _add_run_options(parser: argparse.ArgumentParser, out: str) -> None:
+    parser.add_argument(
+        "--prompts",
+        default="demo",
+        metavar="FILE|paper|demo",
+        help="a .txt, .csv or .jsonl file; 'paper' for SST-2, GSM8K and HumanEval (needs the "
+        "hub); 'demo' for the prompts shipped with sinkscope (default), or 'demo-...' for those "
+        "of a variant of the demo model",
+    )
+    parser.add_argument(
+        "--length", type=int, default=40, help="tokens per prompt (default: 40, the paper's)"
+    )
+    parser.add_argument(
+        "--out", default=out, metavar="DIR", help="where to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="prompts per pass (default: 64)"
+    )
+    parser.add_argument(
+        "--plotlyjs",
+        choices=("inline", "cdn"),
+        default="inline",
+        help="pages with plotly.js in them, or small ones that link it (default: inline)",
+    )
+    _add_device_options(parser)
+
+
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", metavar="D", help="default: cpu")
+    parser.add_argument(
+        "--dtype", default="float32", choices=DTYPES, metavar="T", help=", ".join(DTYPES)
+    )
+
+
+def _add_model_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="demo",
@@ -113,34 +148,24 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="'demo' or one of its variants ('demo-grown'), a name on the Hugging Face hub, or a "
         "local directory (default: demo)",
     )
-    parser.add_argument("--device", default="cpu", metavar="D", help="default: cpu")
-    parser.add_argument(
-        "--dtype", default="float32", choices=DTYPES, metavar="T", help=", ".join(DTYPES)
-    )
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_option(parser)
+    _add_device_options(parser)
 
 
 # --- commands -----------------------------------------------------------------------------
 
 
 def _reproduce(arguments: argparse.Namespace) -> None:
-    from pathlib import Path
-
+    from sinkscope.circuits import survey
     from sinkscope.model import model_view
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import write_all
     from sinkscope.reproduction import reproduce
-    from sinkscope.results import require_writable
 
-    if arguments.length < 2 or arguments.batch_size < 1:
-        raise InvalidInputError(
-            "Unusable sizes",
-            expected="--length of 2 or more and --batch-size of 1 or more",
-            got=f"--length {arguments.length} --batch-size {arguments.batch_size}",
-        )
-    if not arguments.out.strip():
-        raise InvalidInputError("--out has no name", expected="a directory", fix="name one")
-    out = Path(arguments.out)
-    require_writable(out)
+    out = _writable_out(arguments)
     view = model_view(_load(arguments))
     prompts = load_prompts(view, arguments.prompts).folded()
     batch = token_batch(view, prompts, length=arguments.length)
@@ -155,8 +180,85 @@ def _reproduce(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
     _print_table1(result, batch)
-    write_all(result, out, arguments.plotlyjs)
+    found = None
+    if arguments.survey:
+        with _progress(f"{view.name}: survey") as (total, progress):
+            found = survey(
+                view, batch, batch_size=arguments.batch_size, total=total, progress=progress
+            )
+        _print_survey(found)
+    write_all(result, out, arguments.plotlyjs, found)
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
+
+
+def _writable_out(arguments: argparse.Namespace) -> Path:
+    """The directory to write to, with the sizes of the run checked as well."""
+    from pathlib import Path
+
+    from sinkscope.results import require_writable
+
+    if arguments.length < 2 or arguments.batch_size < 1:
+        raise InvalidInputError(
+            "Unusable sizes",
+            expected="--length of 2 or more and --batch-size of 1 or more",
+            got=f"--length {arguments.length} --batch-size {arguments.batch_size}",
+        )
+    if not arguments.out.strip():
+        raise InvalidInputError("--out has no name", expected="a directory", fix="name one")
+    out = Path(arguments.out)
+    require_writable(out)
+    return out
+
+
+def _survey(arguments: argparse.Namespace) -> None:
+    from sinkscope.circuits import Survey, survey
+    from sinkscope.model import model_view
+    from sinkscope.prompts import load_prompts
+    from sinkscope.report import survey_html
+    from sinkscope.results import dump_json, write_text
+
+    out = _writable_out(arguments)
+    values: list[tuple[Any, ...]] = []
+    for name in arguments.models:
+        view = model_view(_load(arguments, name))
+        prompts = load_prompts(view, arguments.prompts).folded()
+        with _progress(f"{view.name}: {len(prompts)} prompts") as (total, progress):
+            found = survey(
+                view,
+                prompts,
+                length=arguments.length,
+                bos=arguments.bos,
+                batch_size=arguments.batch_size,
+                total=total,
+                progress=progress,
+            )
+        _print_survey(found)
+        values += found.values
+        # Written as it grows, so that a model that fails takes no other's row with it.
+        result = Survey(tuple(values))
+        write_text(out / "survey.json", dump_json(result.summary()))
+        write_text(out / "survey.csv", result.to_dataframe().to_csv(index=False))
+    write_text(out / "survey.html", survey_html(result, arguments.plotlyjs))
+    _say(f"Written to {out}: survey.html, survey.json, survey.csv")
+
+
+def _print_survey(found: Survey) -> None:
+    for row in found.rows:
+        _say(f"{row.model}: {row.verdict}")
+        parts = [f"query bias {row.query_bias}", f"positions {row.positions}", row.normalization]
+        parts += row.other_parts
+        _say(f"parts: {', '.join(parts)}; {row.starts_with_bos} of {row.n_prompts} start with BOS")
+        print(
+            f"sink rate {row.sink_rate_3:.1%} (alpha > .3), {row.sink_rate_8:.1%} (> .8); "
+            f"commonest sink position {row.sink_position} ({row.sink_position_share:.1%})"
+        )
+        jump = "" if row.jump_layer is None else f", jumps in layer {row.jump_layer}"
+        print(f"residual peak {row.peak:.1f}{jump}; value drain {row.value_drain:.2f}")
+        shares = [["share of the sink's lead", name, f"{v:.1%}"] for name, v in row.score_shares]
+        left = [["left of the sink under", name, f"{value:.1%}"] for name, value in row.ablations]
+        _print_table(["what", "of", "value"], [*shares, *left])
+        for name, reason in row.not_applicable:
+            _say(f"{name}: {reason}")
 
 
 def _epe(arguments: argparse.Namespace) -> None:
@@ -229,7 +331,7 @@ def _decompose(arguments: argparse.Namespace) -> None:
 # --- shared -------------------------------------------------------------------------------
 
 
-def _load(arguments: argparse.Namespace) -> Any:
+def _load(arguments: argparse.Namespace, name: str | None = None) -> Any:
     from transformers.utils import logging
 
     from sinkscope.loading import load_model
@@ -239,7 +341,8 @@ def _load(arguments: argparse.Namespace) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # libraries warn of their own plans while loading
-            return load_model(arguments.model, device=arguments.device, dtype=arguments.dtype)
+            model = arguments.model if name is None else name
+            return load_model(model, device=arguments.device, dtype=arguments.dtype)
     finally:
         if bars:
             logging.enable_progress_bar()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import html
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from sinkscope import metrics
+from sinkscope.circuits import Survey, SurveyRow
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.attention_maps import AttentionMaps
 from sinkscope.loading import DEMO_NAME
@@ -93,20 +95,26 @@ def _sink_positions(maps: AttentionMaps, condition: str) -> np.ndarray:
     return metrics.sink_position(metrics.received_attention(patterns, mask), mask).numpy()
 
 
-def write_all(run: Reproduction, directory: Path, plotlyjs: PlotlyJs = "inline") -> None:
+def write_all(
+    run: Reproduction,
+    directory: Path,
+    plotlyjs: PlotlyJs = "inline",
+    survey: Survey | None = None,
+) -> None:
     """Write report.html and the figures' own pages, drawing each figure once.
 
     Args:
         run: a finished reproduction.
         directory: the run's directory.
         plotlyjs: see `write_report`.
+        survey: of the same model, as a section of the report.
 
     Raises:
         WriteError: the directory or a file can't be written.
     """
     drawn = figures(run)
     write_figures(drawn, directory / "figures")
-    write_text(directory / "report.html", report_html(run, plotlyjs, drawn))
+    write_text(directory / "report.html", report_html(run, plotlyjs, drawn, survey))
 
 
 def write_figures(drawn: Mapping[str, go.Figure], directory: Path) -> None:
@@ -148,6 +156,7 @@ def report_html(
     run: Reproduction,
     plotlyjs: PlotlyJs = "inline",
     drawn: Mapping[str, go.Figure] | None = None,
+    survey: Survey | None = None,
 ) -> str:
     """The report as text, see `write_report`.
 
@@ -155,34 +164,57 @@ def report_html(
         run: a finished reproduction.
         plotlyjs: "inline" or "cdn".
         drawn: its figures, if they were drawn already.
+        survey: of the same model, as a section of its own.
     """
     from sinkscope.plots import READING
 
+    _require_source(plotlyjs)
+    drawn = figures(run) if drawn is None else drawn
+    sections = {
+        "What ran": _provenance(run),
+        "Verdict": _verdict(run),
+        "Table 1": _table1(run),
+        **{
+            _TITLES[name]: f"<p>{_text(READING[name])}</p>{_figure(name, figure)}"
+            for name, figure in drawn.items()
+        },
+        "Do the sums hold?": _identities(run),
+    }
+    if survey is not None:
+        sections["Which circuit"] = _survey(survey)
+    if run.not_applicable:
+        sections["Not applicable"] = _not_applicable(run)
+    sections["Repeat it"] = _repeat(run)
+    return _page(f"Attention sinks in {run.provenance['model']}", sections, plotlyjs)
+
+
+def survey_html(survey: Survey, plotlyjs: PlotlyJs = "inline") -> str:
+    """A survey as a page of its own.
+
+    Args:
+        survey: of one model or several.
+        plotlyjs: "inline" or "cdn", see `write_report`.
+    """
+    _require_source(plotlyjs)
+    names = ", ".join(row.model for row in survey.rows)
+    return _page(f"Sink circuits of {names}", {"Which circuit": _survey(survey)}, plotlyjs)
+
+
+def _require_source(plotlyjs: str) -> None:
     if plotlyjs not in ("inline", "cdn"):
         raise InvalidInputError(
             "Unknown source of plotly.js", expected="'inline' or 'cdn'", got=repr(plotlyjs)
         )
-    drawn = figures(run) if drawn is None else drawn
-    sections = [
-        _section("What ran", _provenance(run)),
-        _section("Verdict", _verdict(run)),
-        _section("Table 1", _table1(run)),
-        *(
-            _section(_TITLES[name], f"<p>{_text(READING[name])}</p>{_figure(name, figure)}")
-            for name, figure in drawn.items()
-        ),
-        _section("Do the sums hold?", _identities(run)),
-        _section("Not applicable", _not_applicable(run)) if run.not_applicable else "",
-        _section("Repeat it", _repeat(run)),
-    ]
-    title = f"Attention sinks in {run.provenance['model']}"
-    contents = "".join(f'<li><a href="#{_anchor(t)}">{_text(t)}</a></li>' for t in _toc(run, drawn))
+
+
+def _page(title: str, sections: Mapping[str, str], plotlyjs: PlotlyJs) -> str:
+    contents = "".join(f'<li><a href="#{_anchor(t)}">{_text(t)}</a></li>' for t in sections)
     return _PAGE.format(
         title=_text(title),
         style=_STYLE,
         plotly=_plotly_script(plotlyjs),
         contents=contents,
-        sections="\n".join(sections),
+        sections="\n".join(_section(name, body) for name, body in sections.items()),
         script=_SCRIPT,
     )
 
@@ -206,12 +238,6 @@ _TITLES = {
     "attention_maps": "Attention of one prompt",
     "sink_positions": "Where the sink is",
 }
-
-
-def _toc(run: Reproduction, drawn: Iterable[str]) -> list[str]:
-    head = ["What ran", "Verdict", "Table 1", *(_TITLES[name] for name in drawn)]
-    tail = ["Not applicable"] if run.not_applicable else []
-    return [*head, "Do the sums hold?", *tail, "Repeat it"]
 
 
 # --- sections -----------------------------------------------------------------------------
@@ -281,6 +307,33 @@ def _identities(run: Reproduction) -> str:
     ]
     note = "Largest differences over all prompts, layers, heads and visible pairs."
     return f"<p>{_text(note)}</p>{_table(['identity', 'largest difference'], rows)}"
+
+
+def _survey(survey: Survey) -> str:
+    """Verdicts, the figure, and a column of numbers for each model."""
+    from sinkscope.plots import READING, survey_map
+
+    verdicts = "".join(
+        f"<li><b>{_text(row.model)}</b>: {_text(row.verdict)}</li>" for row in survey.rows
+    )
+    names = [f.name for f in fields(SurveyRow) if f.name not in ("model", "verdict")]
+    rows = [
+        [name.replace("_", " "), *(_survey_cell(getattr(row, name)) for row in survey.rows)]
+        for name in names
+    ]
+    table = _table(["", *(row.model for row in survey.rows)], rows)
+    figure = _figure("survey_map", survey_map(survey))
+    return f"<ul>{verdicts}</ul><p>{_text(READING['survey_map'])}</p>{figure}{table}"
+
+
+def _survey_cell(value: Any) -> str:
+    if isinstance(value, tuple):
+        pairs = bool(value) and all(isinstance(item, tuple) for item in value)
+        cells = [": ".join(map(_survey_cell, v)) if pairs else _survey_cell(v) for v in value]
+        return ("; " if pairs else ", ").join(cells) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _not_applicable(run: Reproduction) -> str:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
+from dataclasses import fields, replace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from sinkscope import plots
+from sinkscope.circuits import Survey, SurveyRow
 from sinkscope.errors import InvalidInputError, WriteError
 from sinkscope.experiments.attention_maps import AttentionMaps
 from sinkscope.experiments.coordinate_alignment import CoordinateAlignment
@@ -127,6 +129,45 @@ def make_cosines() -> EpeBiasAlignment:
     return EpeBiasAlignment(cosines)
 
 
+def make_survey() -> Survey:
+    """Two models; the second has no query bias."""
+    first = SurveyRow(
+        model="<i>one</i>",
+        size=(2, 2, 2, 8),
+        query_bias="yes",
+        effective_query_bias="yes",
+        positions="learned",
+        first_mlp=True,
+        normalization="LN",
+        other_parts=(),
+        starts_with_bos=0,
+        n_prompts=3,
+        sink_score=0.5,
+        uniform=0.1,
+        sink_score_by_layer=(0.1, 0.5),
+        sink_rate_3=0.5,
+        sink_rate_8=0.0,
+        sink_position=0,
+        sink_position_share=0.9,
+        strongest=(1, 1, 0.7),
+        peak_by_layer=(1.0, 4.0, 2.0),
+        peak=4.0,
+        peak_entry=9.0,
+        jump_layer=0,
+        value_drain=0.2,
+        epe_coordinates=(3,),
+        coordinates=(3,),
+        appear_after=0,
+        score_shares=(("content", 1.0),),
+        ablations=(("No Query Bias", 0.25), ("No MLP", 1.5)),
+        not_applicable=(),
+        identity_errors=(0.0, 0.0, 1e-4),
+        verdict="A sink.",
+    )
+    second = replace(first, model="two", sink_score=0.25, ablations=(("No MLP", 0.5),))
+    return Survey(tuple(tuple(getattr(r, f.name) for f in fields(r)) for r in (first, second)))
+
+
 BEFORE = np.zeros((2, 2), dtype=np.int64)
 AFTER = np.array([[0, 1], [1, 7]])
 
@@ -145,6 +186,7 @@ MAKERS = {
     "shift_share_bars": lambda **k: plots.shift_share_bars(make_alignment(), 1, 2, **k),
     "sink_score_map": lambda **k: plots.sink_score_map(make_table(), **k),
     "sink_positions": lambda **k: plots.sink_positions(BEFORE, AFTER, **k),
+    "survey_map": lambda **k: plots.survey_map(make_survey(), **k),
 }
 
 
@@ -220,7 +262,9 @@ def test_every_colour_has_a_legend_entry(name):
         assert figure.layout.showlegend
 
 
-@pytest.mark.parametrize("name", [n for n in FIGURES if not n.startswith(("shift", "sink"))])
+@pytest.mark.parametrize(
+    "name", [n for n in FIGURES if not n.startswith(("shift", "sink", "survey"))]
+)
 def test_another_result_is_refused(name):
     with pytest.raises(InvalidInputError, match=f"{name} can't draw this.*Got: dict"):
         raw(getattr(plots, name))({})
@@ -543,6 +587,18 @@ def test_one_prompt_has_no_error_bars():
     assert figure.data[0].error_y.array is None
     with pytest.raises(InvalidInputError, match=r"Unknown corpus.*all"):
         plots.table1_bars(single, corpora="math")
+
+
+# --- survey -------------------------------------------------------------------------------
+
+
+def test_survey_map_shows_what_is_left_and_leaves_out_what_does_not_apply():
+    figure = plots.survey_map(make_survey())
+    (heat,) = figure.data
+    np.testing.assert_array_equal(heat.z, [[0.25, 1.5], [np.nan, 0.5]])
+    assert [list(line) for line in heat.text] == [["25%", "150%"], ["", "50%"]]
+    assert list(figure.layout.xaxis.ticktext) == ["No Query<br>Bias", "No MLP"]
+    assert figure.layout.yaxis.ticktext[0] == "&lt;i&gt;one&lt;/i&gt; (sink score 0.50)"
 
 
 # --- score terms and shares ---------------------------------------------------------------

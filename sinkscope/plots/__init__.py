@@ -3,6 +3,7 @@
 The paper's results: `delta_histogram`, `delta_ribbon`, `epe_bias_histogram`,
 `fidelity_ribbon`, `coordinate_histogram`, `massive_line`, `attention_maps`, `table1_bars`.
 A closer look: `score_terms_bars`, `shift_share_bars`, `sink_score_map`, `sink_positions`.
+Several models: `survey_map`.
 `READING` says in two sentences how to read each; `save_figure` writes one to a file;
 `HTML_CONFIG` is for pages that hold figures (`figure.to_html(config=HTML_CONFIG)`).
 
@@ -20,6 +21,7 @@ from sinkscope.plots.fidelity import fidelity_ribbon
 from sinkscope.plots.massive import massive_line
 from sinkscope.plots.reading import READING
 from sinkscope.plots.sinks import sink_positions, sink_score_map
+from sinkscope.plots.survey import survey_map
 from sinkscope.plots.table1 import table1_bars
 from sinkscope.plots.terms import score_terms_bars
 
@@ -38,5 +40,6 @@ __all__ = [
     "shift_share_bars",
     "sink_positions",
     "sink_score_map",
+    "survey_map",
     "table1_bars",
 ]

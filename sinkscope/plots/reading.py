@@ -57,6 +57,11 @@ READING: dict[str, str] = {
         "prompt, on a scale from 0 to 1. Bright rows are layers whose heads have a sink at "
         "position 0; use the menu to see what a condition does to each head."
     ),
+    "survey_map": (
+        "Each row is a model, each column an ablation, and the number is what the ablation leaves "
+        "of that model's sink; empty cells are parts that the model does not have. A dark cell "
+        "names a part that carries the sink, and rows that differ are sinks by other circuits."
+    ),
     "sink_positions": (
         "Each cell is a head, its number the position that receives most attention, left before "
         "and right after the ablation. Cells in bold on the right have changed: their sink was "
