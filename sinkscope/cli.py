@@ -124,9 +124,10 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     from pathlib import Path
 
     from sinkscope.model import model_view
+    from sinkscope.partial import processes
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import write_all
-    from sinkscope.reproduction import reproduce
+    from sinkscope.reproduction import discard_partial, reproduce
     from sinkscope.results import require_writable
 
     if arguments.length < 2 or arguments.batch_size < 1:
@@ -139,10 +140,12 @@ def _reproduce(arguments: argparse.Namespace) -> None:
         raise InvalidInputError("--out has no name", expected="a directory", fix="name one")
     out = Path(arguments.out)
     require_writable(out)
+    group = processes(arguments.device)
     view = model_view(_load(arguments))
     prompts = load_prompts(view, arguments.prompts).folded()
     batch = token_batch(view, prompts, length=arguments.length)
-    with _progress(f"{view.name}: {len(batch)} prompts") as (total, progress):
+    title = f"{view.name}: {len(batch)} prompts"
+    with _progress(title, shown=group.is_main) as (total, progress):
         result = reproduce(
             view,
             batch,
@@ -151,9 +154,15 @@ def _reproduce(arguments: argparse.Namespace) -> None:
             batch_size=arguments.batch_size,
             total=total,
             progress=progress,
+            group=group,
+            keep_partial=True,
         )
-    _print_table1(result, batch)
-    write_all(result, out, arguments.plotlyjs)
+    if group.is_main:
+        _print_table1(result, batch)
+        write_all(result, out, arguments.plotlyjs)
+    discard_partial(out, group)
+    if not group.is_main:
+        return
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
 
 
@@ -241,7 +250,9 @@ def _load(arguments: argparse.Namespace) -> Any:
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def _progress(
+    title: str, shown: bool
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -251,7 +262,7 @@ def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(_visible(title), total=None)
         yield (
             lambda n: bar.update(task, total=n),

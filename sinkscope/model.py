@@ -468,18 +468,38 @@ class ModelView(HtmlTable):
                 handle.hook.remove()
                 point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
 
-    def forward(self, batch: TokenBatch, stop_at_layer: int | None = None) -> Any:
-        """Run the model on a batch; logits, or the residual entering `stop_at_layer`.
+    def forward(self, batch: TokenBatch, last_layer: int | None = None) -> Any:
+        """Run the model on a batch; logits, or None where the run ends after `last_layer`.
 
         The mask goes along only where something is masked, so that an unpadded batch runs as
-        the user's own call would.
+        the user's own call would. Hooks that call `stop` end the run where they are.
+
+        Args:
+            batch: the prompts.
+            last_layer: neither later layers nor the output head run.
         """
         kwargs: dict[str, Any] = {}
-        if stop_at_layer is not None and stop_at_layer < self.n_layers:
-            kwargs = {"stop_at_layer": stop_at_layer, "return_type": None}
         if not bool(batch.mask.all()):
             kwargs["attention_mask"] = batch.mask.to(self.device).long()
-        return self.model(batch.ids.to(self.device), **kwargs)
+        ends: list[tuple[Site | str, HookFn]] = []
+        if last_layer is not None and "resid_post" in self.sites.names:
+            ends = [(Site("resid_post", last_layer), lambda tensor, hook: self.stop())]
+        elif last_layer is not None and last_layer + 1 < self.n_layers:
+            kwargs |= {"stop_at_layer": last_layer + 1, "return_type": None}
+        try:
+            with self.hooks(ends):
+                return self.model(batch.ids.to(self.device), **kwargs)
+        except _Enough:
+            return None
+
+    @staticmethod
+    def stop() -> None:
+        """End the run of `forward` from within a hook: all that was asked for has been seen."""
+        raise _Enough
+
+
+class _Enough(BaseException):
+    """Ends a forward pass from within; not an `Exception`, which a model's own code may catch."""
 
 
 def model_view(model: Any) -> ModelView:

@@ -37,6 +37,7 @@ ORDER = (
     "fidelity",
     "measures",
     "results",
+    "partial",
     "published",
     "experiments",
     "reproduction",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.ablations import Composition
-from sinkscope.capture import Progress
+from sinkscope.capture import Part, Progress
 from sinkscope.display import number
 from sinkscope.experiments._engine import Request, run_experiments, to_numpy, token_texts
 from sinkscope.model import ModelView, model_view
@@ -108,19 +108,29 @@ class _QueryReader(IdentityReader):
         super().__init__(view, tuple(range(view.n_layers)))
         self._column = column
         self._keys = keys
-        self.kept: dict[int, tuple[Tensor, ...]] = {}
+        self._now: dict[str, Tensor] = {}
+        self.kept: Part = {}
 
     def _keep(self, layer: int, terms: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        if layer in self.kept:
-            return
         content, query_bias, key_bias, bias_bias = terms
         keys = self._keys.to(content.device)
-        self.kept[layer] = (
-            content[0, :, self._column][:, keys].clone(),
-            query_bias[0, :, 0][:, keys].clone(),
-            key_bias[0, :, self._column, 0].clone(),
-            bias_bias[0, :, 0, 0].clone(),
+        kept = (
+            content[0, :, self._column][:, keys],
+            query_bias[0, :, 0][:, keys],
+            key_bias[0, :, self._column, 0],
+            bias_bias[0, :, 0, 0],
         )
+        for name, term in zip(TERMS, kept, strict=True):
+            self._now[f"{name}.{layer}"] = term.clone()
+
+    def take(self, start: int) -> Part:
+        kept, self._now = self._now, {}
+        return {**super().take(start), **(kept if start == 0 else {})}
+
+    def add(self, start: int, part: Part) -> None:
+        super().add(start, part)
+        if start == 0:
+            self.kept = part
 
 
 class ScoreTermsExperiment:
@@ -139,10 +149,12 @@ class ScoreTermsExperiment:
         return [(Composition(), self._reader)]
 
     def result(self) -> QueryTerms:
-        kept = [self._reader.kept[layer] for layer in range(self._view.n_layers)]
+        kept = self._reader.kept
         terms = {
-            name: to_numpy(torch.stack([layer[n] for layer in kept]))
-            for n, name in enumerate(TERMS)
+            name: to_numpy(
+                torch.stack([kept[f"{name}.{layer}"] for layer in range(self._view.n_layers)])
+            )
+            for name in TERMS
         }
         return QueryTerms(
             **terms,
