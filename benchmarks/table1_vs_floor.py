@@ -55,7 +55,7 @@ def main() -> None:
         with view.measuring():
             for _ in range(N_CONDITIONS):
                 for chunk in batch.chunks(size):
-                    view.forward(chunk, view.n_layers - 1)
+                    view.forward(chunk, view.n_layers)
 
     def cached_loop() -> None:
         for ablation in ss.PAPER_CONDITIONS.values():

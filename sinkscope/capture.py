@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,7 +23,7 @@ from sinkscope.ablations import (
     refuse_dead_edits,
 )
 from sinkscope.errors import EditError, InvalidInputError, LoadError, NoEffectWarning
-from sinkscope.model import HookFn, ModelView
+from sinkscope.model import HookFn, ModelView, Stopped, stop
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
 
@@ -283,8 +284,8 @@ class Pass:
         waiting = {site for reader in self.readers for site in reader.sites(self._view)}
         hooks: list[tuple[Site | str, HookFn]] = [(w.edit.site, w.hook) for w in self._witnesses]
         hooks += self._reading_hooks(chunk, waiting)
-        with self._view.hooks(hooks):
-            self._view.forward(chunk, self._last)
+        with suppress(Stopped), self._view.hooks(hooks):
+            self._view.forward(chunk, self._last + 1)
         self._ran = True
         return [reader.take(start) for reader in self.readers]
 
@@ -324,7 +325,7 @@ class Pass:
                 waiting.remove(site)
                 # The first chunk runs on, to see that each edit takes place and no site repeats.
                 if not waiting and self._ran:
-                    self._view.stop()
+                    stop()
 
             return read
 
