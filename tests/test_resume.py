@@ -17,43 +17,43 @@ from sinkscope.errors import InvalidInputError, LoadError
 from sinkscope.model import ModelView
 from sinkscope.partial import FOLDER
 
-N_PROMPTS = 5
-BATCH_SIZE = 2
 RUN = """
 import os, signal, sys
 import torch
 import sinkscope as ss
+from models import hook, tiny_gpt2
 from sinkscope import partial, results
-from sinkscope.cli import main
 
 torch.set_num_threads(1)
-limit, counted = int(sys.argv[1]), 0
+model = hook(tiny_gpt2(), "bridge")
+batch = ss.token_batch(model, torch.arange(40).reshape(5, 8))
 write_bytes = results.write_bytes
+left = int(sys.argv[2])
 
 def counting(path, data):
-    global counted
-    counted += 1
-    if counted > limit:
+    global left
+    left -= 1
+    if left < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     write_bytes(path, data)
 
 partial.write_bytes = results.write_bytes = counting
-sys.exit(main(sys.argv[2:]))
+ss.reproduce(model, batch, out=sys.argv[1], batch_size=2)
 """
-"""The command, killed by the system where it is about to write its file number `limit + 1`."""
+"""A run that is killed by the system where it is about to write its file number `limit + 1`."""
 
 
-def command(out: Path, prompts: Path, limit: int = 10**6, size: int = BATCH_SIZE) -> int:
-    arguments = ["reproduce", "--prompts", prompts, "--out", out, "--batch-size", size]
+def killed_at(out: Path, limit: int) -> int:
+    """The exit code of a run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(limit), *(str(a) for a in arguments), "--plotlyjs", "cdn"],
+        [sys.executable, "-c", RUN, str(out), str(limit)],
         check=False,
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert done.returncode in (0, 1, -signal.SIGKILL), done.stderr
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode
 
 
@@ -65,29 +65,18 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "few.txt"
-    model = ss.load_model("demo")
-    path.write_text("\n".join(ss.load_prompts(model, "demo").texts[:N_PROMPTS]), "utf-8")
-    return path
-
-
-def test_killed_at_several_moments_it_ends_with_the_same_files(
-    tmp_path: Path, prompts: Path
-) -> None:
+def test_killed_at_several_moments_it_ends_with_the_same_files(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert command(whole, prompts) == 0
+    assert killed_at(whole, 10**6) == 0
     assert not (whole / FOLDER).exists()
-    seen = []
-    # Before the first piece; within the first chunk; while chunks are put together; in the last;
-    # and when the results themselves are being written.
-    for limit in (1, 4, 14, 20, 30):
-        assert command(killed, prompts, limit) == -signal.SIGKILL
-        seen.append(sorted(files(killed / FOLDER)))
-        assert not (killed / "report.html").exists()
-    assert any(len(piece) > 0 for piece in seen[1:])
-    assert command(killed, prompts) == 0
+    # Within the first chunk; while its pieces are put together; and, with all pieces there,
+    # between the files of the results.
+    for limit in (5, 9, 30):
+        assert killed_at(killed, limit) == -signal.SIGKILL
+        assert (killed / FOLDER / "run.json").is_file()
+    assert any(name.endswith(".npz") for name in files(killed))
+    assert not (killed / "results.json").exists()
+    assert killed_at(killed, 10**6) == 0
     assert files(killed) == files(whole)
 
 
