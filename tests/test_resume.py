@@ -69,9 +69,9 @@ def test_killed_at_several_moments_it_ends_with_the_same_files(tmp_path: Path) -
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert killed_at(whole, 10**6) == 0
     assert not (whole / FOLDER).exists()
-    # Within the first chunk; while its pieces are put together; and, with all pieces there,
+    # Within the first chunk; before its pieces are put together; and, with all pieces there,
     # between the files of the results.
-    for limit in (5, 9, 30):
+    for limit in (5, 11, 32):
         assert killed_at(killed, limit) == -signal.SIGKILL
         assert (killed / FOLDER / "run.json").is_file()
     assert any(name.endswith(".npz") for name in files(killed))
