@@ -1,14 +1,15 @@
 """One streaming run: a view, a batch, an ablation, and readers that reduce what they see.
 
 Every measure of sinkscope goes through `stream`. A reader names the sites it reads; each
-chunk runs once for all readers and stops after the last layer that one of them reads.
+chunk runs once for all readers and stops as soon as every one of them has read.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,18 +22,32 @@ from sinkscope.ablations import (
     EditContext,
     refuse_dead_edits,
 )
-from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
-from sinkscope.model import HookFn, ModelView
+from sinkscope.errors import EditError, InvalidInputError, LoadError, NoEffectWarning
+from sinkscope.model import HookFn, ModelView, Stopped, stop
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
 
 Progress = Callable[[int], None]
 """Called with the number of prompts that a chunk held, when the chunk is done."""
 
+Part = Mapping[str, Tensor]
+"""What a reader made of one chunk, by name: all that is kept, stored or sent of it."""
+
+PASSING = "passing."
+"""Names that begin so are of use only until all passes over a chunk are done."""
+
+Reduce = Callable[[Tensor, TokenBatch, int], Tensor]
+"""`reduce(tensor, chunk, layer)`, `[batch ...]`: what is kept of one site of one chunk."""
+
 
 @runtime_checkable
 class Reader(Protocol):
-    """What a measure gives to `stream`."""
+    """What a measure gives to `stream`.
+
+    For each chunk the sites are read, `take` gives what was made of them, and `add` takes
+    that in for the result. Parts may come to `add` in any order, also from another process or
+    an earlier run; what a reader knows of other prompts it knows through `add` alone.
+    """
 
     def sites(self, view: ModelView) -> Sequence[Site]:
         """The sites to read."""
@@ -45,6 +60,69 @@ class Reader(Protocol):
         """
         ...
 
+    def take(self, start: int) -> Part:
+        """What was made of the chunk just read, whose first prompt has the number `start`."""
+        ...
+
+    def add(self, start: int, part: Part) -> None:
+        """Take in the part of the chunk whose first prompt has the number `start`."""
+        ...
+
+
+class KeepingReader:
+    """Keeps tensors `[batch ...]` of every chunk by name, and puts them together.
+
+    Args:
+        every: keeps the prompts whose number it divides; 1 for all.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
+        self._now: dict[str, Tensor] = {}
+        self._parts: dict[int, Part] = {}
+
+    def take(self, start: int) -> Part:
+        part, self._now = self._now, {}
+        if self._every == 1:
+            return part
+        first = -start % self._every
+        return {name: kept[first :: self._every].clone() for name, kept in part.items()}
+
+    def add(self, start: int, part: Part) -> None:
+        self._parts[start] = part
+
+    def joined(self, name: str) -> Tensor:
+        """`[batch ...]`, what was kept under a name, in the order of the prompts."""
+        return torch.cat([self._parts[start][name] for start in sorted(self._parts)])
+
+
+class LayerReader(KeepingReader):
+    """Reads one kind of site in chosen layers and keeps what `reduce` makes of it.
+
+    Args:
+        kind: of the sites.
+        layers: 0-based.
+        reduce: see `Reduce`; what it gives is a tensor of its own, no view of the model's.
+        every: keeps the prompts whose number it divides; 1 for all.
+    """
+
+    def __init__(self, kind: str, layers: Sequence[int], reduce: Reduce, every: int = 1) -> None:
+        super().__init__(every)
+        self._kind = kind
+        self._layers = tuple(layers)
+        self._reduce = reduce
+
+    def sites(self, view: ModelView) -> Sequence[Site]:
+        return [Site(self._kind, layer) for layer in self._layers]
+
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        if site.layer is not None:
+            self._now[str(site.layer)] = self._reduce(tensor, chunk, site.layer)
+
+    def result(self) -> Tensor:
+        """`[batch layer ...]`, layers in the order they were chosen."""
+        return torch.stack([self.joined(str(layer)) for layer in self._layers], dim=1)
+
 
 def stream(
     view: ModelView,
@@ -53,7 +131,6 @@ def stream(
     ablation: Ablation | None = None,
     *,
     batch_size: int | None = None,
-    progress: Progress | None = None,
 ) -> None:
     """Run a batch once and let every reader see its sites.
 
@@ -66,7 +143,6 @@ def stream(
         readers: who reads what.
         ablation: the untouched model if None.
         batch_size: rows per forward pass; all at once if None.
-        progress: told how many prompts are done.
 
     Raises:
         InvalidInputError: the ablation is not one.
@@ -75,35 +151,210 @@ def stream(
     Warns:
         NoEffectWarning: an edit left every tensor as it was.
     """
+    run_passes(view, batch, [Pass(view, readers, ablation)], batch_size=batch_size)
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Where parts are kept while a long run goes on, see `sinkscope.partial`."""
+
+    def mine(self, chunk: int) -> bool:
+        """Whether this process runs the chunk of this number."""
+        ...
+
+    def load(self, run: int, start: int, readers: int) -> list[Part] | None:
+        """The parts of a pass over the chunk that begins at `start`, if they are there."""
+        ...
+
+    def save(self, run: int, start: int, parts: Sequence[Part]) -> None:
+        """Keep the parts of a pass over a chunk."""
+        ...
+
+    def close(self, start: int) -> None:
+        """All passes over a chunk are done: forget what only these had to know."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all processes have run their chunks."""
+        ...
+
+
+def run_passes(
+    view: ModelView,
+    batch: TokenBatch,
+    passes: Sequence[Pass],
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+    store: Store | None = None,
+) -> None:
+    """Run several passes over a batch, chunk by chunk: all passes over one, then the next.
+
+    Args:
+        view: the model.
+        batch: the prompts.
+        passes: in the order in which they run over each chunk.
+        batch_size: rows per forward pass; all at once if None.
+        progress: told how many prompts are done, after each pass over a chunk.
+        store: what is there already is not run again.
+    """
     require_batch(batch)
-    ablation = Composition() if ablation is None else ablation
-    if not isinstance(ablation, Ablation):
-        raise InvalidInputError(
-            "This is not an ablation",
-            expected="one of sinkscope.ablations, a sum of them, or Ablation.from_hook(site, fn)",
-            got=repr(ablation),
-            fix="look conditions up by name with sinkscope.ablations.condition(name)",
-        )
-    if not readers:
-        return
-    stop = _stop_at(view, readers)
-    witnesses: dict[int, _Witness] = {}
+    others: list[tuple[int, int]] = []
+    done = 0
     with view.measuring():
-        for chunk in batch.chunks(batch_size):
-            edits = ablation.edits(view, EditContext.of(chunk))
-            if not witnesses:
-                refuse_dead_edits(view, edits)
-            for n, edit in enumerate(edits):
-                witnesses.setdefault(n, _Witness(edit)).edit = edit
-            hooks: list[tuple[Site | str, HookFn]] = [
-                (witness.edit.site, witness.hook) for witness in witnesses.values()
-            ]
-            hooks += _reading_hooks(view, readers, chunk)
-            with view.hooks(hooks):
-                view.forward(chunk, stop_at_layer=stop)
+        for number, chunk in enumerate(batch.chunks(batch_size)):
+            start, done = done, done + len(chunk)
+            if store is not None and not store.mine(number):
+                others.append((start, len(chunk)))
+                continue
+            for index, run in enumerate(passes):
+                _run_or_load(run, index, chunk, start, store)
+                if progress is not None:
+                    progress(len(chunk))
+            if store is not None:
+                store.close(start)
+    if store is not None:
+        store.wait()
+        for start, size in others:
+            _add_from_another(passes, start, store)
             if progress is not None:
-                progress(len(chunk))
-    _report(view, witnesses.values(), stop)
+                progress(size * len(passes))
+    for run in passes:
+        run.report()
+
+
+def _run_or_load(run: Pass, index: int, chunk: TokenBatch, start: int, store: Store | None) -> None:
+    parts = None if store is None else store.load(index, start, len(run.readers))
+    if parts is None:
+        parts = run.over(chunk, start)
+        if store is not None:
+            parts = [{name: kept.cpu() for name, kept in part.items()} for part in parts]
+            store.save(index, start, parts)
+    run.add(start, parts)
+
+
+def _add_from_another(passes: Sequence[Pass], start: int, store: Store) -> None:
+    for index, run in enumerate(passes):
+        parts = store.load(index, start, len(run.readers))
+        if parts is None:
+            raise LoadError(
+                f"Another process left nothing of the prompts from number {start} on",
+                expected="processes that write to one directory and run to their end",
+                got="no file",
+                fix="start them on one machine, or write to a file system that all share",
+            )
+        run.add(start, parts)
+
+
+class Pass:
+    """One ablation and all who read under it, to be run over chunks.
+
+    Raises:
+        InvalidInputError: the ablation is not one.
+    """
+
+    def __init__(
+        self, view: ModelView, readers: Sequence[Reader], ablation: Ablation | None = None
+    ) -> None:
+        ablation = Composition() if ablation is None else ablation
+        if not isinstance(ablation, Ablation):
+            raise InvalidInputError(
+                "This is not an ablation",
+                expected="one of sinkscope.ablations, a sum of them, or "
+                "Ablation.from_hook(site, fn)",
+                got=repr(ablation),
+                fix="look conditions up by name with sinkscope.ablations.condition(name)",
+            )
+        self.readers = readers
+        self.ablation = ablation
+        self._view = view
+        self._last = _last_layer(view, readers)
+        self._witnesses: list[_Witness] = []
+        self._edits_fit_any_chunk = False
+        self._ran = False
+
+    def over(self, chunk: TokenBatch, start: int) -> list[Part]:
+        """Run the model over one chunk, within `view.measuring()`; each reader's part of it.
+
+        Args:
+            chunk: the prompts.
+            start: the number of the first of them.
+        """
+        self._prepare(chunk)
+        waiting = {site for reader in self.readers for site in reader.sites(self._view)}
+        hooks: list[tuple[Site | str, HookFn]] = [(w.edit.site, w.hook) for w in self._witnesses]
+        hooks += self._reading_hooks(chunk, waiting)
+        with suppress(Stopped), self._view.hooks(hooks):
+            self._view.forward(chunk, self._last + 1)
+        self._ran = True
+        return [reader.take(start) for reader in self.readers]
+
+    def add(self, start: int, parts: Sequence[Part]) -> None:
+        """Give each reader its part of a chunk."""
+        for reader, part in zip(self.readers, parts, strict=True):
+            reader.add(start, part)
+
+    def _prepare(self, chunk: TokenBatch) -> None:
+        """Edits are made anew only where they depend on the chunk, which is through its mask."""
+        unpadded = bool(chunk.mask.all())
+        if self._edits_fit_any_chunk and unpadded:
+            return
+        edits = self.ablation.edits(self._view, EditContext.of(chunk))
+        if not self._witnesses:
+            refuse_dead_edits(self._view, edits)
+            self._witnesses = [_Witness(edit) for edit in edits]
+        for witness, edit in zip(self._witnesses, edits, strict=True):
+            witness.edit = edit
+        self._edits_fit_any_chunk = unpadded
+
+    def _reading_hooks(
+        self, chunk: TokenBatch, waiting: set[Site]
+    ) -> list[tuple[Site | str, HookFn]]:
+        at: dict[Site, list[Reader]] = {}
+        for reader in self.readers:
+            for site in reader.sites(self._view):
+                at.setdefault(site, []).append(reader)
+
+        def hook_for(site: Site, interested: list[Reader]) -> HookFn:
+            def read(tensor: Tensor, hook: Any) -> None:
+                if site not in waiting:
+                    _refuse_repeats(self._view, site)
+                    return
+                for reader in interested:
+                    reader.read(site, tensor, chunk)
+                waiting.remove(site)
+                # The first chunk runs on, to see that each edit takes place and no site repeats.
+                if not waiting and self._ran:
+                    stop()
+
+            return read
+
+        return [(site, hook_for(site, interested)) for site, interested in at.items()]
+
+    def report(self) -> None:
+        """Say which edits did nothing, once all chunks have run; nothing if none has.
+
+        Raises:
+            EditError: an edit's place was never reached.
+
+        Warns:
+            NoEffectWarning: an edit left every tensor as it was.
+        """
+        for witness in self._witnesses if self._ran else ():
+            site = witness.edit.site
+            if not witness.fired and isinstance(site, Site) and (site.layer or 0) <= self._last:
+                raise EditError(
+                    f"An edit at {site} never took place",
+                    expected="the model to pass through this hook",
+                    got="no call",
+                    fix="check that the hook fires in this model, e.g. with run_with_cache",
+                )
+            if witness.fired and not witness.changed and not witness.edit.only_looks:
+                warnings.warn(
+                    f"an edit at {site} changed nothing in {self._view.name}",
+                    NoEffectWarning,
+                    stacklevel=4,
+                )
 
 
 @dataclass
@@ -112,7 +363,7 @@ class _Witness:
 
     edit: Edit
     fired: bool = False
-    changed: bool = field(default=False)
+    changed: bool = False
 
     def hook(self, tensor: Tensor, hook: Any) -> Tensor | None:
         self.fired = True
@@ -141,34 +392,9 @@ def _refuse_misfit(site: Site | str, before: Tensor, after: Any) -> None:
         )
 
 
-def _reading_hooks(
-    view: ModelView, readers: Sequence[Reader], chunk: TokenBatch
-) -> list[tuple[Site | str, HookFn]]:
-    at: dict[Site, list[Reader]] = {}
-    for reader in readers:
-        for site in reader.sites(view):
-            at.setdefault(site, []).append(reader)
-
-    def hook_for(site: Site, interested: list[Reader]) -> HookFn:
-        calls = 0
-
-        def read(tensor: Tensor, hook: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                _refuse_repeats(view, site)
-                return
-            for reader in interested:
-                reader.read(site, tensor, chunk)
-
-        return read
-
-    return [(site, hook_for(site, interested)) for site, interested in at.items()]
-
-
 def _refuse_repeats(view: ModelView, site: Site) -> None:
     """A site passed twice has two values. HookedTransformer runs ln1 for q, k and v alike."""
-    if not (site.kind == "attn_in" and view.sites.attn_in_before_gain):
+    if not (site.kind in ("ln1", "attn_in") and view.sites.attn_in_before_gain):
         raise EditError(
             f"The model passed {site} more than once in one forward pass",
             expected="one value per layer",
@@ -177,23 +403,7 @@ def _refuse_repeats(view: ModelView, site: Site) -> None:
         )
 
 
-def _stop_at(view: ModelView, readers: Sequence[Reader]) -> int:
-    """The first layer that nobody reads any more; 1 at least, so that the embeddings are read."""
+def _last_layer(view: ModelView, readers: Sequence[Reader]) -> int:
+    """The last layer that anybody reads; 0 at least, so that the embeddings are read."""
     layers = [s.layer for reader in readers for s in reader.sites(view) if s.layer is not None]
-    return max(layers, default=0) + 1
-
-
-def _report(view: ModelView, witnesses: Any, stop: int) -> None:
-    for witness in witnesses:
-        site = witness.edit.site
-        if not witness.fired and isinstance(site, Site) and (site.layer or 0) < stop:
-            raise EditError(
-                f"An edit at {site} never took place",
-                expected="the model to pass through this hook",
-                got="no call",
-                fix="check that the hook fires in this model, e.g. with run_with_cache",
-            )
-        if witness.fired and not witness.changed and not witness.edit.only_looks:
-            warnings.warn(
-                f"an edit at {site} changed nothing in {view.name}", NoEffectWarning, stacklevel=4
-            )
+    return max(layers, default=0)

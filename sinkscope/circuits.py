@@ -21,16 +21,17 @@ from sinkscope.ablations import (
     ZeroKeyColumns,
 )
 from sinkscope.attention import ScoreRule
-from sinkscope.capture import Progress, Reader, stream
+from sinkscope.capture import LayerReader, Part, Pass, Progress, Reader, run_passes
 from sinkscope.epe import extract_epe
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
 from sinkscope.experiments._engine import Total, applicable
 from sinkscope.massive import MeanStd, find_massive_coordinates
-from sinkscope.measures import LayerReader, PatternReader
+from sinkscope.measures import PatternReader
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import Prompts, TokenBatch, token_batch
 from sinkscope.results import Result
-from sinkscope.scores import IdentityReader, at_least_single
+from sinkscope.scores import TERMS, IdentityReader, at_least_single
+from sinkscope.sites import Site
 from sinkscope.verdict import SINK_RATIO, circuit, uniform_sink_score
 
 if TYPE_CHECKING:
@@ -236,11 +237,10 @@ class _Runner:
         with warnings.catch_warnings():
             # A condition that changes nothing shows as 100 % of the sink.
             warnings.simplefilter("ignore", NoEffectWarning)
-            stream(
+            run_passes(
                 self.view,
                 self.batch,
-                readers,
-                ablation,
+                [Pass(self.view, readers, ablation)],
                 batch_size=self.batch_size,
                 progress=self.progress,
             )
@@ -407,7 +407,7 @@ def _rates_and_position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tenso
     return torch.stack([*rates, position], -1)
 
 
-def _first_and_others(x: Tensor, chunk: TokenBatch) -> Tensor:
+def _first_and_others(x: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
     """`[batch 4 + d_model]`: norm, the others' median norm, the same of entries, the vector."""
     x = at_least_single(x)
     rows = torch.arange(x.shape[0], device=x.device)
@@ -415,7 +415,7 @@ def _first_and_others(x: Tensor, chunk: TokenBatch) -> Tensor:
     return torch.cat([*sizes, x[rows, chunk.first.to(x.device)]], -1)
 
 
-def _drain(v: Tensor, chunk: TokenBatch) -> Tensor:
+def _drain(v: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
     """`[batch]`, the mean over heads of the first position's norm over the others' median."""
     pairs = [_first_and_median(n, chunk) for n in at_least_single(v).norm(dim=-1).unbind(2)]
     return torch.stack([pair[:, 0] / pair[:, 1] for pair in pairs], -1).mean(-1)
@@ -443,12 +443,28 @@ class _LeadReader(IdentityReader):
         super().__init__(view, layers)
         self._coordinates = list(coordinates)
         self._chunk: TokenBatch | None = None
+        self._now: dict[str, float] = {}
         self.parts: dict[str, float] = {}
-        self.whole = 0.0
 
-    def read(self, site: Any, tensor: Tensor, chunk: TokenBatch) -> None:
+    @property
+    def whole(self) -> float:
+        """The lead itself: the sum over the terms."""
+        return sum(part for name, part in self.parts.items() if name != SHARE_OF_COORDINATES)
+
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
         self._chunk = chunk
         super().read(site, tensor, chunk)
+
+    def take(self, start: int) -> Part:
+        sums, self._now = self._now, {}
+        parts = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+        return {**super().take(start), **parts}
+
+    def add(self, start: int, part: Part) -> None:
+        super().add(start, part)
+        for name in (*TERMS, SHARE_OF_COORDINATES):
+            if name in part:
+                self.parts[name] = self.parts.get(name, 0.0) + float(part[name])
 
     def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
         if self._chunk is None:
@@ -461,9 +477,7 @@ class _LeadReader(IdentityReader):
             parts[SHARE_OF_COORDINATES] = self._through_coordinates(layer, rule)
         for name, term in parts.items():
             part = torch.einsum("bhqk,bqk->", term.expand_as(content), weights)
-            self.parts[name] = self.parts.get(name, 0.0) + float(part)
-            if name != SHARE_OF_COORDINATES:
-                self.whole += float(part)
+            self._now[name] = self._now.get(name, 0.0) + float(part)
 
     def _through_coordinates(self, layer: int, rule: ScoreRule) -> Tensor:
         """`q . (n[C] W_K[C])`, what a score has from the massive coordinates of the keys."""

@@ -161,15 +161,18 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _reproduce(arguments: argparse.Namespace) -> None:
     from sinkscope.circuits import survey
     from sinkscope.model import model_view
+    from sinkscope.partial import processes
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import write_all
-    from sinkscope.reproduction import reproduce
+    from sinkscope.reproduction import discard_partial, reproduce
 
     out = _writable_out(arguments)
+    group = processes(arguments.device)
     view = model_view(_load(arguments))
     prompts = load_prompts(view, arguments.prompts).folded()
     batch = token_batch(view, prompts, length=arguments.length)
-    with _progress(f"{view.name}: {len(batch)} prompts") as (total, progress):
+    title = f"{view.name}: {len(batch)} prompts"
+    with _progress(title, shown=group.is_main) as (total, progress):
         result = reproduce(
             view,
             batch,
@@ -178,16 +181,23 @@ def _reproduce(arguments: argparse.Namespace) -> None:
             batch_size=arguments.batch_size,
             total=total,
             progress=progress,
+            group=group,
+            keep_partial=True,
         )
-    _print_table1(result, batch)
     found = None
-    if arguments.survey:
-        with _progress(f"{view.name}: survey") as (total, progress):
+    if arguments.survey and group.is_main:
+        with _progress(f"{view.name}: survey", shown=True) as (total, progress):
             found = survey(
                 view, batch, batch_size=arguments.batch_size, total=total, progress=progress
             )
-        _print_survey(found)
-    write_all(result, out, arguments.plotlyjs, found)
+    if group.is_main:
+        _print_table1(result, batch)
+        if found is not None:
+            _print_survey(found)
+        write_all(result, out, arguments.plotlyjs, found)
+    discard_partial(out, group)
+    if not group.is_main:
+        return
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
 
 
@@ -222,7 +232,7 @@ def _survey(arguments: argparse.Namespace) -> None:
     for name in arguments.models:
         view = model_view(_load(arguments, name))
         prompts = load_prompts(view, arguments.prompts).folded()
-        with _progress(f"{view.name}: {len(prompts)} prompts") as (total, progress):
+        with _progress(f"{view.name}: {len(prompts)} prompts", shown=True) as (total, progress):
             found = survey(
                 view,
                 prompts,
@@ -349,7 +359,9 @@ def _load(arguments: argparse.Namespace, name: str | None = None) -> Any:
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def _progress(
+    title: str, shown: bool
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -359,7 +371,7 @@ def _progress(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(_visible(title), total=None)
         yield (
             lambda n: bar.update(task, total=n),

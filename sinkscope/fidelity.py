@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope._types import Residual
 from sinkscope.ablations import Ablation, Composition, LiftCausalMask, ZeroPositions
-from sinkscope.capture import stream
+from sinkscope.capture import (
+    PASSING,
+    KeepingReader,
+    LayerReader,
+    Part,
+    Pass,
+    run_passes,
+    stream,
+)
 from sinkscope.epe import EPE, extract_epe
 from sinkscope.errors import InvalidInputError
 from sinkscope.metrics import NAN, cosine
@@ -66,12 +73,10 @@ def epe_fidelity(
         stream(view, batch, [mlp], batch_size=batch_size)
         return mlp.result()
     if isinstance(through, str) and through in BLOCK_FORMS:
-        outputs = []
-        for ablation in BLOCK_FORMS[through]:
-            reader = FirstBlockReader()
-            stream(view, batch, [reader], ablation, batch_size=batch_size)
-            outputs.append(reader.result())
-        return block_fidelity(epe, batch, *outputs)
+        with_positions, without = block_requests(epe, through)
+        passes = [Pass(view, [reader], ablation) for ablation, reader in (with_positions, without)]
+        run_passes(view, batch, passes, batch_size=batch_size)
+        return without[1].result()
     raise InvalidInputError(
         "Unknown form of fidelity",
         expected="'mlp', 'block' or 'causal_block'",
@@ -88,14 +93,14 @@ def block_fidelity(
     return _at_tokens(cosine(rows, with_positions - without_positions), batch)
 
 
-class MlpFidelityReader:
+class MlpFidelityReader(KeepingReader):
     """Computes the "mlp" form from the embeddings as they pass."""
 
     def __init__(self, view: ModelView, epe: EPE) -> None:
+        super().__init__()
         self._view = view
         self._epe = epe
         self._embed: Tensor | None = None
-        self._seen: list[Tensor] = []
 
     def sites(self, view: ModelView) -> Sequence[Site]:
         return [Site("embed"), Site("pos_embed")]
@@ -111,28 +116,63 @@ class MlpFidelityReader:
         with_p = x + self._view.first_mlp(x)
         without_p = e + self._view.first_mlp(e)
         rows = _epe_rows(self._epe, chunk, x)
-        self._seen.append(_at_tokens(cosine(rows, with_p - without_p), chunk))
+        self._now["mlp"] = _at_tokens(cosine(rows, with_p - without_p), chunk)
 
     def result(self) -> Float[Tensor, "batch pos"]:
         """`[batch pos]`, NaN at padding."""
-        return torch.cat(self._seen)
+        return self.joined("mlp")
 
 
 class FirstBlockReader:
-    """Collects the first block's output."""
+    """Hands the first block's output of one chunk on to a `BlockFidelityReader`.
+
+    Its pass goes first; nothing is kept once the other's has run over the same chunk.
+    """
 
     def __init__(self) -> None:
-        self._seen: list[Tensor] = []
+        self._now: Tensor | None = None
+        self.output: Tensor | None = None
 
     def sites(self, view: ModelView) -> Sequence[Site]:
         return [Site("resid_post", 0)]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
-        self._seen.append(tensor.clone())
+        self._now = tensor.clone()
 
-    def result(self) -> Residual:
-        """`[batch pos d_model]`."""
-        return torch.cat(self._seen)
+    def take(self, start: int) -> Part:
+        now, self._now = self._now, None
+        return {} if now is None else {PASSING + "resid_post": now}
+
+    def add(self, start: int, part: Part) -> None:
+        self.output = part.get(PASSING + "resid_post")
+
+
+class BlockFidelityReader(LayerReader):
+    """Computes a "block" form: R from the other reader, O as it passes."""
+
+    def __init__(self, epe: EPE, with_positions: FirstBlockReader) -> None:
+        super().__init__("resid_post", (0,), self._fidelity)
+        self._epe = epe
+        self._with_positions = with_positions
+
+    def _fidelity(self, without: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
+        with_positions, self._with_positions.output = self._with_positions.output, None
+        if with_positions is None:
+            raise InvalidInputError("The block with positions has to run before the one without")
+        return block_fidelity(self._epe, chunk, with_positions.to(without.device), without)
+
+    def result(self) -> Float[Tensor, "batch pos"]:
+        """`[batch pos]`, NaN at padding."""
+        return super().result()[:, 0]
+
+
+def block_requests(
+    epe: EPE, through: str
+) -> tuple[tuple[Ablation, FirstBlockReader], tuple[Ablation, BlockFidelityReader]]:
+    """What has to run for a "block" form, in this order; the second reader gives the result."""
+    with_positions, without = BLOCK_FORMS[through]
+    first = FirstBlockReader()
+    return (with_positions, first), (without, BlockFidelityReader(epe, first))
 
 
 def _epe_rows(epe: EPE, batch: TokenBatch, like: Tensor) -> Residual:

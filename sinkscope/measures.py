@@ -14,14 +14,13 @@ from torch import Tensor
 from sinkscope import metrics
 from sinkscope._types import LayerPatterns, Layers, PerHead, PerHeadInt, PerKey
 from sinkscope.ablations import Ablation
-from sinkscope.capture import stream
-from sinkscope.errors import IdentityError
+from sinkscope.capture import LayerReader, Reduce, stream
+from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
 
-Reduce = Callable[[Tensor, TokenBatch], Tensor]
 PatternMetric = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`metric(pattern, mask, visible)`, one layer at a time."""
 
@@ -29,28 +28,7 @@ STRAY_ATTENTION = 1e-3
 """Attention on keys that a query can't see, above which the visibility must be wrong."""
 
 
-class LayerReader:
-    """Reads one kind of site in chosen layers and keeps what `reduce` makes of it."""
-
-    def __init__(self, kind: str, layers: Sequence[int], reduce: Reduce) -> None:
-        self._kind = kind
-        self._reduce = reduce
-        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-
-    def sites(self, view: ModelView) -> Sequence[Site]:
-        return [Site(self._kind, layer) for layer in self._seen]
-
-    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
-        if site.layer is None:
-            return
-        self._seen[site.layer].append(self._reduce(tensor, chunk))
-
-    def result(self) -> Tensor:
-        """`[batch layer ...]`, layers in the order they were chosen."""
-        return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
-
-
-class PatternReader:
+class PatternReader(LayerReader):
     """Reduces each layer's pattern by a metric, over the keys that its queries can see.
 
     What a query can see comes from the model's configuration (causal mask, sliding windows);
@@ -58,25 +36,21 @@ class PatternReader:
     """
 
     def __init__(self, layers: Sequence[int], metric: PatternMetric) -> None:
+        super().__init__("pattern", layers, self._checked)
         self._metric = metric
         self._view: ModelView | None = None
-        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def sites(self, view: ModelView) -> Sequence[Site]:
         self._view = view
-        return [Site("pattern", layer) for layer in self._seen]
+        return super().sites(view)
 
-    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
-        if self._view is None or site.layer is None:
-            return
-        mask = chunk.mask.to(tensor.device)
-        visible = self._view.visible(site.layer, mask)
-        _refuse_stray_attention(tensor, mask, visible, site.layer)
-        self._seen[site.layer].append(self._metric(tensor, mask, visible))
-
-    def result(self) -> Tensor:
-        """`[batch layer ...]`, layers in the order they were chosen."""
-        return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
+    def _checked(self, pattern: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
+        if self._view is None:
+            raise InvalidInputError("The reader has not been given a model")
+        mask = chunk.mask.to(pattern.device)
+        visible = self._view.visible(layer, mask)
+        _refuse_stray_attention(pattern, mask, visible, layer)
+        return self._metric(pattern, mask, visible)
 
 
 def _refuse_nan(what: str, at_tokens: Tensor) -> None:
@@ -92,6 +66,27 @@ def _refuse_nan(what: str, at_tokens: Tensor) -> None:
 
 
 def _refuse_stray_attention(pattern: Tensor, mask: Tensor, visible: Tensor, layer: int) -> None:
+    if not _attention_is_sound(pattern, mask, visible):
+        _name_stray_attention(pattern, mask, visible, layer)
+
+
+def _attention_is_sound(pattern: Tensor, mask: Tensor, visible: Tensor) -> bool:
+    """Whether nothing can be wrong with a pattern, from sums over keys alone; NaN is not sound.
+
+    Sums are made over whole rows, so that what is refused here may still be in order (NaN in
+    rows of padding, many strays that are each small enough): that is looked at pair by pair.
+    """
+    total = pattern.sum(-1)
+    seen = torch.einsum("bhqk,bqk->bhq", pattern, visible.to(pattern.dtype))
+    stray = (total - seen).masked_fill(~mask[:, None], 0)
+    # A share that no query gives away twice is at most 1; rounding is far below the allowance.
+    sound = (pattern.amin() >= 0) & (stray.amax() <= STRAY_ATTENTION)
+    sound &= total.amax() <= 1 + STRAY_ATTENTION
+    sound &= ~((total.sum(1) == 0) & visible.any(-1)).any()
+    return bool(sound)
+
+
+def _name_stray_attention(pattern: Tensor, mask: Tensor, visible: Tensor, layer: int) -> None:
     _refuse_nan("attention", pattern.masked_fill(~visible[:, None], 0))
     hidden = (mask[:, :, None] & ~visible)[:, None]
     stray = float(pattern.masked_fill(~hidden, 0).amax())
@@ -266,7 +261,7 @@ def value_norms(
         `[batch layer head pos]`, NaN at padding; head counts key heads where they are shared.
     """
 
-    def reduce(v: Tensor, chunk: TokenBatch) -> Tensor:
+    def reduce(v: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
         norms = v.norm(dim=-1).transpose(1, 2)
         _refuse_nan("values", norms.transpose(1, 2)[chunk.mask.to(norms.device)])
         return norms.masked_fill(~chunk.mask[:, None, :].to(norms.device), NAN)
@@ -295,7 +290,7 @@ def residual_norms(
         `[batch layer pos]`, NaN at padding.
     """
 
-    def reduce(x: Tensor, chunk: TokenBatch) -> Tensor:
+    def reduce(x: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
         norms = x.norm(dim=-1)
         _refuse_nan("residual stream", norms[chunk.mask.to(norms.device)])
         return norms.masked_fill(~chunk.mask.to(norms.device), NAN)
@@ -303,7 +298,7 @@ def residual_norms(
     return _per_layer(model, batch, ablation, layers, None, batch_size, "resid_pre", reduce)
 
 
-def _whole_pattern(pattern: Tensor, chunk: TokenBatch) -> Tensor:
+def _whole_pattern(pattern: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
     rows = pattern.transpose(1, 2)[chunk.mask.to(pattern.device)]
     _refuse_nan("attention", rows)
     return pattern.clone()

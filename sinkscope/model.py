@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -602,17 +602,36 @@ class ModelView(HtmlTable):
                 point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
 
     def forward(self, batch: TokenBatch, stop_at_layer: int | None = None) -> Any:
-        """Run the model on a batch; logits, or the residual entering `stop_at_layer`.
+        """Run the model on a batch; logits, or None where it is told to stop.
 
         The mask goes along only where something is masked, so that an unpadded batch runs as
         the user's own call would.
+
+        Args:
+            batch: the prompts.
+            stop_at_layer: neither this layer nor any later one runs, nor the output head.
         """
         kwargs: dict[str, Any] = {}
-        if stop_at_layer is not None and stop_at_layer < self.n_layers:
-            kwargs = {"stop_at_layer": stop_at_layer, "return_type": None}
         if not bool(batch.mask.all()):
             kwargs["attention_mask"] = batch.mask.to(self.device).long()
-        return self.model(batch.ids.to(self.device), **kwargs)
+        ends: list[tuple[Site | str, HookFn]] = []
+        if stop_at_layer is not None and "resid_post" in self.sites.names:
+            # Models that stop at a layer by themselves can't stop in front of the output head.
+            ends = [(Site("resid_post", stop_at_layer - 1), lambda tensor, hook: stop())]
+        elif stop_at_layer is not None and stop_at_layer < self.n_layers:
+            kwargs |= {"stop_at_layer": stop_at_layer, "return_type": None}
+        with suppress(Stopped), self.hooks(ends):
+            return self.model(batch.ids.to(self.device), **kwargs)
+        return None
+
+
+class Stopped(BaseException):
+    """Ends a forward pass from within; not an `Exception`, which a model's own code may catch."""
+
+
+def stop() -> None:
+    """End the forward pass from within a hook: all that was asked for has been seen."""
+    raise Stopped
 
 
 def model_view(model: Any) -> ModelView:

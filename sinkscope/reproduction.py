@@ -14,7 +14,7 @@ from typing import Any
 import sinkscope
 from sinkscope.capture import Progress
 from sinkscope.display import HtmlTable
-from sinkscope.errors import NotApplicableError
+from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.experiments._engine import Experiment, Total, run_experiments
 from sinkscope.experiments.attention_maps import AttentionMaps, AttentionMapsExperiment
 from sinkscope.experiments.coordinate_alignment import (
@@ -31,6 +31,7 @@ from sinkscope.experiments.massive_activations import (
 from sinkscope.experiments.score_terms import QueryTerms, ScoreTermsExperiment
 from sinkscope.experiments.table1 import Table1, Table1Experiment
 from sinkscope.model import ModelView, model_view
+from sinkscope.partial import FOLDER, Partial, Processes, discard
 from sinkscope.prompts import PAPER_LENGTH, PAPER_SEED, TokenBatch, require_batch
 from sinkscope.published import applies_to, published
 from sinkscope.results import Result, as_path, dump_json, require_writable, write_text
@@ -131,11 +132,17 @@ def reproduce(
     batch_size: int | None = None,
     total: Total | None = None,
     progress: Progress | None = None,
+    group: Processes | None = None,
+    keep_partial: bool = False,
 ) -> Reproduction:
     """Run all of the paper's experiments; each distinct ablation runs once for all of them.
 
     The untouched model's pass also checks the score decomposition in every layer, head and
     pair. What the model lacks is left out with the reason.
+
+    With `out`, each pass over each chunk is stored there as it ends, in `.partial`. A run that
+    was stopped goes on from these pieces when it is started again with the same model, prompts
+    and arguments, and gives the same files. They are removed at the end.
 
     Args:
         model: a hooked model or its view.
@@ -146,8 +153,12 @@ def reproduce(
         batch_size: rows per forward pass; all at once if None.
         total: told at the start how many prompts will run over all passes.
         progress: told how many prompts are done.
+        group: the processes that share the work, from `partial.processes`; each needs the same
+            `out`, gets the whole result, and the first alone writes it.
+        keep_partial: leave the pieces, for `discard_partial` once all else is written.
 
     Raises:
+        InvalidInputError: `out` holds pieces of another run; several processes without `out`.
         WriteError: `out` can't be written, found out before anything runs.
         IdentityError: the decomposition does not add up on this model.
         ProcessedWeightsError: the weights were folded or centred.
@@ -155,6 +166,14 @@ def reproduce(
     view = model_view(model)
     require_batch(batch)
     view.require_raw_weights("The paper's set of experiments")
+    group = Processes() if group is None else group
+    if out is None and group.count > 1:
+        raise InvalidInputError(
+            "Processes share a run through its directory",
+            expected="out, a directory that all of them see",
+            got="None",
+            fix="pass out=...",
+        )
     if out is not None:
         require_writable(as_path(out))
     papers_length = bool((batch.lengths == PAPER_LENGTH).all())
@@ -177,6 +196,9 @@ def reproduce(
             made[name] = make(view, batch)
         except NotApplicableError as error:
             not_applicable[name] = str(error)
+    record = provenance(view, batch, prompts_source, batch_size)
+    identity = {**record, "parts": list(made), "device": view.device.type}
+    store = None if out is None else Partial(as_path(out) / FOLDER, identity, group)
     run_experiments(
         view,
         batch,
@@ -184,17 +206,28 @@ def reproduce(
         batch_size=batch_size,
         total=total,
         progress=progress,
+        store=store,
     )
     results: dict[str, Any] = dict.fromkeys((*optional, *made))
     results |= {name: experiment.result() for name, experiment in made.items()}
     reproduction = Reproduction(
-        provenance=provenance(view, batch, prompts_source, batch_size),
+        provenance=record,
         not_applicable=not_applicable,
         **results,
     )
-    if out is not None:
+    if out is not None and group.is_main:
         reproduction.save(out)
+    if store is not None and not keep_partial:
+        store.remove()
     return reproduction
+
+
+def discard_partial(out: str | Path, group: Processes | None = None) -> None:
+    """Remove the pieces of a run that is done, once every process is."""
+    group = Processes() if group is None else group
+    group.wait()
+    if group.is_main:
+        discard(as_path(out) / FOLDER)
 
 
 def provenance(

@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
 from sinkscope.attention import ScoreRule
-from sinkscope.capture import stream
+from sinkscope.capture import LayerReader, Part, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
 from sinkscope.errors import IdentityError, InvalidInputError, NotApplicableError
@@ -220,7 +220,7 @@ def shift_by_coordinate(
     view = model_view(model)
     chosen = view.layers(layers)
     gamma = coordinate_alignment(view, layers=chosen)
-    reader = AttnInReader(chosen)
+    reader = _attn_in_reader(chosen)
     stream(view, batch, [reader], batch_size=batch_size)
     split = torch.einsum("blpd,lhd->blhpd", reader.result(), gamma)
     return split.masked_fill(~batch.mask[:, None, None, :, None].to(split.device), NAN)
@@ -260,36 +260,27 @@ def shift_share(
             fix="choose coordinates of the residual stream",
         )
     gamma = coordinate_alignment(view, layers=chosen)[..., columns]
-    reader = AttnInReader(chosen, columns)
+    reader = _attn_in_reader(chosen, columns)
     stream(view, batch, [reader], batch_size=batch_size)
     share = torch.einsum("blpc,lhc->blhp", reader.result(), gamma)
     return share.masked_fill(~batch.mask[:, None, None, :].to(share.device), NAN)
 
 
-class AttnInReader:
-    """Collects what enters W_Q and W_K, n, of chosen layers and coordinates."""
+def _attn_in_reader(layers: tuple[int, ...], coordinates: list[int] | None = None) -> LayerReader:
+    """Keeps what enters W_Q and W_K, n, of chosen coordinates: `[batch layer pos d]`."""
 
-    def __init__(self, layers: tuple[int, ...], coordinates: list[int] | None = None) -> None:
-        self._layers = layers
-        self._coordinates = coordinates
-        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    def reduce(attn_in: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
+        return attn_in.clone() if coordinates is None else attn_in[..., coordinates]
 
-    def sites(self, view: ModelView) -> Sequence[Site]:
-        return [Site("attn_in", layer) for layer in self._layers]
-
-    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
-        kept = tensor if self._coordinates is None else tensor[..., self._coordinates]
-        self._seen[_layer(site)].append(kept.clone())
-
-    def result(self) -> Float[Tensor, "batch layer pos d"]:
-        """`[batch layer pos d]`."""
-        return torch.stack([torch.cat(self._seen[layer]) for layer in self._layers], dim=1)
+    return LayerReader("attn_in", layers, reduce)
 
 
-class ShiftReader:
-    """Collects Delta; see `source_agnostic_shift`."""
+class ShiftReader(LayerReader):
+    """Keeps Delta, `[batch layer head pos]`; see `source_agnostic_shift`."""
 
-    def __init__(self, view: ModelView, convention: str, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, view: ModelView, convention: str, layers: tuple[int, ...], every: int = 1
+    ) -> None:
         if convention not in ("paper", "score"):
             raise InvalidInputError(
                 "Unknown convention for Delta",
@@ -297,28 +288,19 @@ class ShiftReader:
                 got=repr(convention),
                 fix="choose one of these",
             )
-        self._gamma = coordinate_alignment(view, layers=layers)
-        self._scales = [view.attention_scale(layer) for layer in layers]
+        super().__init__("attn_in", layers, self._shift, every)
+        self._gamma = dict(zip(layers, coordinate_alignment(view, layers=layers), strict=True))
+        self._scales = {layer: view.attention_scale(layer) for layer in layers}
         self._convention = convention
-        self._layers = layers
-        self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
-    def sites(self, view: ModelView) -> Sequence[Site]:
-        return [Site("attn_in", layer) for layer in self._layers]
-
-    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
-        index = self._layers.index(_layer(site))
-        delta = torch.einsum("bpd,hd->bhp", tensor, self._gamma[index])
+    def _shift(self, attn_in: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
+        delta = torch.einsum("bpd,hd->bhp", attn_in, self._gamma[layer])
         masked = ~chunk.mask[:, None, :].to(delta.device)
         if self._convention == "score":
-            delta = delta * self._scales[index]
+            delta = delta * self._scales[layer]
         else:
             delta = delta - delta.masked_fill(masked, math.inf).amin(-1, keepdim=True)
-        self._seen[_layer(site)].append(delta.masked_fill(masked, NAN))
-
-    def result(self) -> PerKey:
-        """`[batch layer head pos]`."""
-        return torch.stack([torch.cat(self._seen[layer]) for layer in self._layers], dim=1)
+        return delta.masked_fill(masked, NAN)
 
 
 class IdentityReader:
@@ -415,6 +397,17 @@ class IdentityReader:
         self._tolerance = _factor(attn_in.dtype) * eps * max(1.0, size)
         self.tolerance = max(self.tolerance, self._tolerance)
 
+    def take(self, start: int) -> Part:
+        """The three errors so far."""
+        found = [self.max_error, self.pattern_error, self.tolerance]
+        return {"errors": torch.tensor(found, dtype=torch.float64)}
+
+    def add(self, start: int, part: Part) -> None:
+        found = part["errors"].tolist()
+        self.max_error = max(self.max_error, found[0])
+        self.pattern_error = max(self.pattern_error, found[1])
+        self.tolerance = max(self.tolerance, found[2])
+
     def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
         """Nothing is kept; a subclass may."""
 
@@ -424,20 +417,30 @@ class _TermsReader(IdentityReader):
 
     def __init__(self, view: ModelView, layers: tuple[int, ...], bias: str = "raw") -> None:
         super().__init__(view, layers, bias)
-        self._terms: dict[int, list[Mapping[str, Tensor]]] = {layer: [] for layer in layers}
+        self._now: dict[str, Tensor] = {}
+        self._parts: dict[int, Part] = {}
         self._sinks: dict[int, Tensor] = {}
 
     def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
-        self._terms[layer].append(terms)
+        self._now |= {f"{name}.{layer}": term for name, term in terms.items()}
         if rule.sink_logits is not None:
             self._sinks[layer] = rule.sink_logits
+
+    def take(self, start: int) -> Part:
+        kept, self._now = self._now, {}
+        return {**super().take(start), **kept}
+
+    def add(self, start: int, part: Part) -> None:
+        super().add(start, part)
+        self._parts[start] = part
 
     def result(self, batch: TokenBatch) -> ScoreTerms:
         """All layers and chunks put together."""
         n = batch.ids.shape[1]
+        chunks = [self._parts[start] for start in sorted(self._parts)]
         stacked = {}
-        for name in self._terms[self._layers[0]][0]:
-            per_layer = [torch.cat([c[name] for c in self._terms[la]]) for la in self._layers]
+        for name in (n for n in TERMS if f"{n}.{self._layers[0]}" in chunks[0]):
+            per_layer = [torch.cat([c[f"{name}.{la}"] for c in chunks]) for la in self._layers]
             stacked[name] = torch.stack(per_layer, dim=1).expand(-1, -1, -1, n, n)
         return ScoreTerms(
             terms=MappingProxyType(stacked),

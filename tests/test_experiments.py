@@ -323,8 +323,9 @@ def test_one_pass_for_each_distinct_ablation(model: Any, batch: ss.TokenBatch) -
     view = ss.model_view(model)
     with view.hooks([(ss.Site("embed"), count)]):
         ss.reproduce(model, batch, batch_size=2, total=told.append, progress=done.append)
-    # Ten conditions, and the first block without its mask, with positions and without.
-    assert calls == [2, 2, 1] * 12
+    # Over each chunk ten conditions, and the first block without its mask, with positions and
+    # without.
+    assert calls == [2] * 24 + [1] * 12
     assert told == [12 * 5]
     assert done == calls
 

@@ -39,6 +39,7 @@ ORDER = (
     "fidelity",
     "measures",
     "results",
+    "partial",
     "published",
     "experiments",
     "reproduction",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sinkscope.ablations import Ablation, EditContext
-from sinkscope.capture import Progress, Reader, stream
+from sinkscope.capture import Pass, Progress, Reader, Store, run_passes
 from sinkscope.errors import InvalidInputError, NotApplicableError
+from sinkscope.fidelity import FirstBlockReader
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
@@ -44,6 +45,7 @@ def run_experiments(
     batch_size: int | None = None,
     total: Total | None = None,
     progress: Progress | None = None,
+    store: Store | None = None,
 ) -> None:
     """Serve the requests of several experiments, one pass for each distinct ablation.
 
@@ -54,22 +56,31 @@ def run_experiments(
         batch_size: rows per forward pass; all at once if None.
         total: told at the start how many prompts will run over all passes.
         progress: told how many prompts are done, after each chunk.
+        store: what is there already is not run again.
     """
     view = model_view(model)
     require_batch(batch)
+    requests = [request for experiment in experiments for request in experiment.requests()]
+    # A block's output with positions has to be there when the one without passes.
+    requests.sort(key=lambda request: not isinstance(request[1], FirstBlockReader))
     passes: list[tuple[Ablation, list[Reader]]] = []
-    for experiment in experiments:
-        for ablation, reader in experiment.requests():
-            for known, readers in passes:
-                if known == ablation:
-                    readers.append(reader)
-                    break
-            else:
-                passes.append((ablation, [reader]))
+    for ablation, reader in requests:
+        for known, readers in passes:
+            if known == ablation:
+                readers.append(reader)
+                break
+        else:
+            passes.append((ablation, [reader]))
     if total is not None:
         total(len(passes) * len(batch))
-    for ablation, readers in passes:
-        stream(view, batch, readers, ablation, batch_size=batch_size, progress=progress)
+    run_passes(
+        view,
+        batch,
+        [Pass(view, readers, ablation) for ablation, readers in passes],
+        batch_size=batch_size,
+        progress=progress,
+        store=store,
+    )
 
 
 def split_by_applicability(

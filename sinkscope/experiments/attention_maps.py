@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sinkscope.ablations import PAPER_CONDITIONS, Ablation
-from sinkscope.capture import Progress
+from sinkscope.capture import LayerReader, Part, Progress
 from sinkscope.display import number, numbers
 from sinkscope.experiments._engine import (
     Request,
@@ -23,7 +22,6 @@ from sinkscope.experiments._engine import (
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
-from sinkscope.sites import Site
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,23 +84,24 @@ class AttentionMaps(Result):
         }
 
 
-class _FirstPromptReader:
+class _FirstPromptReader(LayerReader):
     """Keeps the patterns of the batch's first prompt, without its padding."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
-        self._layers = layers
-        self._seen: dict[int, Tensor] = {}
+        super().__init__("pattern", layers, _first_pattern)
 
-    def sites(self, view: ModelView) -> Sequence[Site]:
-        return [Site("pattern", layer) for layer in self._layers]
+    def take(self, start: int) -> Part:
+        part = super().take(start)
+        return part if start == 0 else {}
 
-    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
-        if site.layer is not None and site.layer not in self._seen:
-            tokens = chunk.mask[0].to(tensor.device)
-            self._seen[site.layer] = tensor[0][:, tokens][:, :, tokens].clone()
+    def add(self, start: int, part: Part) -> None:
+        if start == 0:
+            super().add(start, part)
 
-    def result(self) -> np.ndarray:
-        return to_numpy(torch.stack([self._seen[layer] for layer in self._layers]))
+
+def _first_pattern(pattern: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
+    tokens = chunk.mask[0].to(pattern.device)
+    return pattern[:1][:, :, tokens][:, :, :, tokens].clone()
 
 
 class AttentionMapsExperiment:
@@ -128,7 +127,9 @@ class AttentionMapsExperiment:
 
     def result(self) -> AttentionMaps:
         return AttentionMaps(
-            patterns=np.stack([reader.result() for _, reader in self._readers.values()]),
+            patterns=np.stack(
+                [to_numpy(reader.result()[0]) for _, reader in self._readers.values()]
+            ),
             conditions=tuple(self._readers),
             layers=self._layers,
             tokens=self._tokens,

@@ -21,22 +21,32 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PERCENTILES = (10, 50, 90)
+MAX_PROMPTS = 1024
+"""Of more prompts than this, an evenly spaced sample is kept."""
 
 
 @dataclass(frozen=True, eq=False)
 class Delta(Result):
-    """Delta of every prompt, layer, head and position.
+    """Delta of prompts, in every layer, head and position.
+
+    Up to 1,024 prompts all are kept, and percentiles are exact. Of more, every k-th is kept, k
+    the smallest number that leaves no more than 1,024: percentiles are then the sample's, and
+    what is kept no longer grows. Within one head, a sample of m prompts places a percentile p
+    with a standard error of `100 sqrt(p/100 (1 - p/100) / m)` points of rank, for m of 512 at
+    most 2.2 points; percentiles over heads are more exact than that.
 
     Attributes:
         values: `[prompt layer head pos]`, positions from each prompt's first token, NaN after
             its last.
         convention: "paper" (unscaled, minimum over positions 0) or "score".
+        every: `values` holds the prompts whose number this divides; 1 for all.
     """
 
     kind: ClassVar[str] = "delta"
 
     values: np.ndarray
     convention: str = "paper"
+    every: int = 1
 
     @property
     def percentiles(self) -> np.ndarray:
@@ -72,15 +82,21 @@ class Delta(Result):
         others = median[:, 1:]
         return [
             ("convention", self.convention),
+            ("prompts", f"{len(self.values)}, {self._sample}"),
             ("median at position 0, by layer", numbers([number(v) for v in median[:, 0]])),
             ("largest median elsewhere", number(others.max()) if others.size else "none"),
             ("layers where position 0 stands apart", numbers(self.separated_layers)),
         ]
 
+    @property
+    def _sample(self) -> str:
+        return "all" if self.every == 1 else f"one in {self.every}"
+
     def summary(self) -> dict[str, Any]:
         """Percentiles by layer and position, and the layers where position 0 stands apart."""
         return {
             "convention": self.convention,
+            "every": self.every,
             "percentiles": {f"p{p}": v for p, v in zip(PERCENTILES, self.percentiles, strict=True)},
             "separated_layers": self.separated_layers,
         }
@@ -92,14 +108,16 @@ class DeltaExperiment:
     def __init__(self, view: ModelView, batch: TokenBatch, convention: str = "paper") -> None:
         self._batch = batch
         self._convention = convention
-        self._reader = ShiftReader(view, convention, tuple(range(view.n_layers)))
+        self._every = -(-len(batch) // MAX_PROMPTS)
+        self._reader = ShiftReader(view, convention, tuple(range(view.n_layers)), self._every)
 
     def requests(self) -> Sequence[Request]:
         return [(Composition(), self._reader)]
 
     def result(self) -> Delta:
-        values = by_position(self._reader.result(), self._batch)
-        return Delta(values=to_numpy(values), convention=self._convention)
+        sample = self._batch.select(slice(None, None, self._every))
+        values = by_position(self._reader.result(), sample)
+        return Delta(values=to_numpy(values), convention=self._convention, every=self._every)
 
 
 def run(

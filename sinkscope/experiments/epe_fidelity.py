@@ -12,7 +12,7 @@ from sinkscope.capture import Progress
 from sinkscope.display import number
 from sinkscope.epe import extract_epe
 from sinkscope.experiments._engine import Request, by_position, run_experiments, to_numpy
-from sinkscope.fidelity import BLOCK_FORMS, FirstBlockReader, MlpFidelityReader, block_fidelity
+from sinkscope.fidelity import BLOCK_FORMS, MlpFidelityReader, block_requests
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
 from sinkscope.results import Result
@@ -92,10 +92,7 @@ class EpeFidelityExperiment:
         self._batch = batch
         self._epe = extract_epe(view)
         self._mlp = MlpFidelityReader(view, self._epe)
-        self._blocks = {
-            form: [(ablation, FirstBlockReader()) for ablation in ablations]
-            for form, ablations in BLOCK_FORMS.items()
-        }
+        self._blocks = {form: block_requests(self._epe, form) for form in BLOCK_FORMS}
 
     def requests(self) -> Sequence[Request]:
         blocks = [request for requests in self._blocks.values() for request in requests]
@@ -103,10 +100,7 @@ class EpeFidelityExperiment:
         return [(untouched, self._mlp), *blocks]
 
     def result(self) -> EpeFidelity:
-        cosines = {
-            form: block_fidelity(self._epe, self._batch, *(r.result() for _, r in requests))
-            for form, requests in self._blocks.items()
-        }
+        cosines = {form: reader.result() for form, (_, (_, reader)) in self._blocks.items()}
         cosines["mlp"] = self._mlp.result()
         aligned = {form: to_numpy(by_position(c, self._batch)) for form, c in cosines.items()}
         return EpeFidelity(**aligned, through_ln=self._epe.through_ln)

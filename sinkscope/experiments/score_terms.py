@@ -13,14 +13,14 @@ from torch import Tensor
 from sinkscope._types import Mask
 from sinkscope.ablations import Composition
 from sinkscope.attention import ScoreRule
-from sinkscope.capture import Progress
+from sinkscope.capture import Part, Progress
 from sinkscope.display import number
 from sinkscope.experiments._engine import Request, run_experiments, to_numpy, token_texts
 from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
-from sinkscope.scores import IdentityReader
+from sinkscope.scores import TERMS, IdentityReader
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,22 +103,36 @@ class _QueryReader(IdentityReader):
         self._column = column
         self._keys = keys
         self._visible = [view.visible(la, mask)[0, column, keys] for la in range(view.n_layers)]
-        self.kept: dict[int, tuple[Mapping[str, Tensor], Tensor]] = {}
+        self._now: dict[str, Tensor] = {}
+        self.kept: Part = {}
 
     def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
-        if layer in self.kept:
-            return
         n = terms["content"].shape[-1]
         keys = self._keys.to(terms["content"].device)
         rows = {
-            name: term[:1].expand(-1, -1, n, n)[:, :, self._column, keys].clone()
+            name: term[:1].expand(-1, -1, n, n)[0, :, self._column, keys].clone()
             for name, term in terms.items()
         }
         content, *others = rows.values()
-        sees = self._visible[layer].to(keys.device)[None, None]
-        scores = rule.capped(sum(others, content))[:, :, None]
-        attention = rule.pattern(scores, sees[:, :, None])[:, :, 0]
-        self.kept[layer] = (rows, attention.masked_fill(~sees, NAN))
+        sees = self._visible[layer].to(keys.device)
+        scores = rule.capped(sum(others, content))[None, :, None]
+        attention = rule.pattern(scores, sees[None, None, None])[0, :, 0]
+        rows["attention"] = attention.masked_fill(~sees, NAN)
+        self._now |= {f"{name}.{layer}": row for name, row in rows.items()}
+
+    def take(self, start: int) -> Part:
+        kept, self._now = self._now, {}
+        return {**super().take(start), **(kept if start == 0 else {})}
+
+    def add(self, start: int, part: Part) -> None:
+        super().add(start, part)
+        if start == 0:
+            self.kept = part
+
+    def stacked(self, name: str) -> Tensor:
+        """`[layer head key]`, a term or the attention."""
+        layers = range(self._view.n_layers)
+        return torch.stack([self.kept[f"{name}.{layer}"] for layer in layers])
 
 
 class ScoreTermsExperiment:
@@ -136,14 +150,11 @@ class ScoreTermsExperiment:
         return [(Composition(), self._reader)]
 
     def result(self) -> QueryTerms:
-        kept = [self._reader.kept[layer] for layer in range(self._view.n_layers)]
-        names = tuple(kept[0][0])
+        names = tuple(name for name in TERMS if f"{name}.0" in self._reader.kept)
         return QueryTerms(
-            terms=to_numpy(
-                torch.stack([torch.cat([rows[name] for rows, _ in kept]) for name in names])
-            ),
+            terms=to_numpy(torch.stack([self._reader.stacked(name) for name in names])),
             names=names,
-            attention=to_numpy(torch.cat([attention for _, attention in kept])),
+            attention=to_numpy(self._reader.stacked("attention")),
             query=self._query,
             tokens=self._tokens,
             bias_kind=self._view.bias_kind,

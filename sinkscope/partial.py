@@ -1,0 +1,191 @@
+"""Finished pieces of a long run, on disk: a killed run goes on from them, processes share them.
+
+A run is cut into chunks of prompts, and each chunk into passes, one for each ablation. What a
+pass made of a chunk is one file, written in one step; when all passes over a chunk are done
+they become one file. `run.json` says which run the pieces are of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sinkscope.capture import PASSING, Part
+from sinkscope.errors import InvalidInputError, LoadError
+from sinkscope.results import dump_json, write_bytes, write_text
+
+FOLDER = ".partial"
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of one run, all of which see the same files.
+
+    Attributes:
+        index: of this process.
+        count: of all.
+        wait: returns when every process has called it.
+    """
+
+    index: int = 0
+    count: int = 1
+    wait: Callable[[], None] = lambda: None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes for all."""
+        return self.index == 0
+
+
+def processes(device: str = "cpu") -> Processes:
+    """The processes that `accelerate launch` (or torchrun) started; one where nothing did.
+
+    Args:
+        device: "cpu" makes processes talk over gloo, without asking for an accelerator.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return Processes()
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device.startswith("cpu"))
+    return Processes(state.process_index, state.num_processes, state.wait_for_everyone)
+
+
+class Partial:
+    """The pieces of one run in a directory of its own; a `Store` for `run_passes`.
+
+    Args:
+        directory: of the pieces alone; it is removed at the end.
+        identity: what must agree for pieces to belong to one run, by name, as plain values.
+        group: the processes among which chunks are dealt out, in turn.
+
+    Raises:
+        InvalidInputError: the directory holds pieces of another run; names what differs.
+        WriteError: it can't be written.
+    """
+
+    def __init__(
+        self, directory: Path, identity: Mapping[str, Any], group: Processes | None = None
+    ) -> None:
+        self._root = directory
+        self._group = Processes() if group is None else group
+        ours = json.loads(dump_json(identity))
+        path = directory / "run.json"
+        if path.is_file():
+            _refuse_to_mix(_read_identity(path), ours, directory)
+        self._group.wait()
+        write_text(path, dump_json(ours))
+        self._group.wait()
+
+    def mine(self, chunk: int) -> bool:
+        """Whether this process runs a chunk."""
+        return chunk % self._group.count == self._group.index
+
+    def load(self, run: int, start: int, readers: int) -> list[Part] | None:
+        """The parts of a pass over the chunk that begins at `start`, if they are there."""
+        for path in (self._whole(start), self._single(run, start)):
+            if path.is_file():
+                return [_read(path, f"{run}.{reader}.") for reader in range(readers)]
+        return None
+
+    def save(self, run: int, start: int, parts: Sequence[Part]) -> None:
+        """Write the parts of a pass over a chunk as one file."""
+        named = {
+            f"{run}.{reader}.{name}": kept.contiguous()
+            for reader, part in enumerate(parts)
+            for name, kept in part.items()
+        }
+        _write(self._single(run, start), named)
+
+    def close(self, start: int) -> None:
+        """Put the files of a chunk together into one, without what is of no more use."""
+        singles = sorted(self._root.glob(f"{start:09d}.*.safetensors"))
+        if not self._whole(start).is_file():
+            kept: dict[str, Tensor] = {}
+            for path in singles:
+                kept |= _read(path)
+            lasting = {n: t for n, t in kept.items() if f".{PASSING}" not in n}
+            _write(self._whole(start), lasting)
+        for path in singles:
+            path.unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        """Wait for all processes to come here."""
+        self._group.wait()
+
+    def remove(self) -> None:
+        """Remove the pieces, once every process is done with them."""
+        self._group.wait()
+        if self._group.is_main:
+            discard(self._root)
+
+    def _single(self, run: int, start: int) -> Path:
+        return self._root / f"{start:09d}.{run:03d}.safetensors"
+
+    def _whole(self, start: int) -> Path:
+        return self._root / f"{start:09d}.safetensors"
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory of pieces, `run.json` last, so that what is left stays named."""
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == "run.json"):
+        with suppress(OSError):
+            path.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    write_bytes(path, save(tensors))
+
+
+def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    except Exception as error:  # the format's own errors and the system's
+        raise LoadError(
+            f"A piece of an earlier run can't be read: {str(path)!r}",
+            expected="a file that sinkscope wrote",
+            got=f"{type(error).__name__}: {str(error)[:200]}",
+            fix="delete this file; what it held will run again",
+        ) from error
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        identity = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        identity = {"error": str(error)}
+    return identity if isinstance(identity, dict) else {}
+
+
+def _refuse_to_mix(theirs: Mapping[str, Any], ours: Mapping[str, Any], directory: Path) -> None:
+    names = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]
+    if names:
+        raise InvalidInputError(
+            f"{str(directory)!r} holds the beginning of another run",
+            expected="; ".join(f"{n} {_short(theirs.get(n))}" for n in names),
+            got="; ".join(f"{n} {_short(ours.get(n))}" for n in names),
+            fix="start that run again as it was, write elsewhere, or delete this directory",
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
