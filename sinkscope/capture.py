@@ -26,6 +26,9 @@ from sinkscope.model import HookFn, ModelView
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
 
+LOGITS = Site("logits")
+"""What the model gives back, the one site that is no hook."""
+
 Progress = Callable[[int], None]
 """Called with the number of prompts that a chunk held, when the chunk is done."""
 
@@ -75,35 +78,78 @@ def stream(
     Warns:
         NoEffectWarning: an edit left every tensor as it was.
     """
+    stream_side_by_side(view, batch, [(ablation, readers)], batch_size, progress)
+
+
+def stream_side_by_side(
+    view: ModelView,
+    batch: TokenBatch,
+    runs: Sequence[tuple[Ablation | None, Sequence[Reader]]],
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Several runs of one batch, each chunk through all of them before the next chunk.
+
+    So a reader of a later run can compare with what a reader of an earlier one holds of the
+    same chunk, and no more than one chunk is held.
+
+    Args:
+        view: the model.
+        batch: the prompts.
+        runs: pairs of ablation and readers, see `stream`.
+        batch_size: rows per forward pass; all at once if None.
+        progress: told how many prompts of how many runs are done.
+    """
     require_batch(batch)
-    ablation = Composition() if ablation is None else ablation
-    if not isinstance(ablation, Ablation):
-        raise InvalidInputError(
-            "This is not an ablation",
-            expected="one of sinkscope.ablations, a sum of them, or Ablation.from_hook(site, fn)",
-            got=repr(ablation),
-            fix="look conditions up by name with sinkscope.ablations.condition(name)",
-        )
-    if not readers:
-        return
-    stop = _stop_at(view, readers)
-    witnesses: dict[int, _Witness] = {}
+    passes = [_Pass(view, ablation, readers) for ablation, readers in runs]
     with view.measuring():
         for chunk in batch.chunks(batch_size):
-            edits = ablation.edits(view, EditContext.of(chunk))
-            if not witnesses:
-                refuse_dead_edits(view, edits)
-            for n, edit in enumerate(edits):
-                witnesses.setdefault(n, _Witness(edit)).edit = edit
-            hooks: list[tuple[Site | str, HookFn]] = [
-                (witness.edit.site, witness.hook) for witness in witnesses.values()
-            ]
-            hooks += _reading_hooks(view, readers, chunk)
-            with view.hooks(hooks):
-                view.forward(chunk, stop_at_layer=stop)
-            if progress is not None:
-                progress(len(chunk))
-    _report(view, witnesses.values(), stop)
+            for each in passes:
+                each.run(chunk)
+                if progress is not None and each.readers:
+                    progress(len(chunk))
+    for each in passes:
+        _report(view, each.witnesses.values(), each.stop)
+
+
+class _Pass:
+    """One ablation with its readers, over the chunks."""
+
+    def __init__(
+        self, view: ModelView, ablation: Ablation | None, readers: Sequence[Reader]
+    ) -> None:
+        self._view = view
+        self._ablation = Composition() if ablation is None else ablation
+        if not isinstance(self._ablation, Ablation):
+            raise InvalidInputError(
+                "This is not an ablation",
+                expected="one of sinkscope.ablations, a sum of them, or "
+                "Ablation.from_hook(site, fn)",
+                got=repr(ablation),
+                fix="look conditions up by name with sinkscope.ablations.condition(name)",
+            )
+        self.readers = readers
+        self.stop = _stop_at(view, readers)
+        self.witnesses: dict[int, _Witness] = {}
+
+    def run(self, chunk: TokenBatch) -> None:
+        if not self.readers:
+            return
+        view, witnesses = self._view, self.witnesses
+        edits = self._ablation.edits(view, EditContext.of(chunk))
+        if not witnesses:
+            refuse_dead_edits(view, edits)
+        for n, edit in enumerate(edits):
+            witnesses.setdefault(n, _Witness(edit)).edit = edit
+        hooks: list[tuple[Site | str, HookFn]] = [
+            (witness.edit.site, witness.hook) for witness in witnesses.values()
+        ]
+        hooks += _reading_hooks(view, self.readers, chunk)
+        with view.hooks(hooks):
+            out = view.forward(chunk, stop_at_layer=self.stop)
+        for reader in self.readers:
+            if LOGITS in reader.sites(view):
+                reader.read(LOGITS, out, chunk)
 
 
 @dataclass
@@ -147,7 +193,8 @@ def _reading_hooks(
     at: dict[Site, list[Reader]] = {}
     for reader in readers:
         for site in reader.sites(view):
-            at.setdefault(site, []).append(reader)
+            if site != LOGITS:
+                at.setdefault(site, []).append(reader)
 
     def hook_for(site: Site, interested: list[Reader]) -> HookFn:
         calls = 0
@@ -179,8 +226,10 @@ def _refuse_repeats(view: ModelView, site: Site) -> None:
 
 def _stop_at(view: ModelView, readers: Sequence[Reader]) -> int:
     """The first layer that nobody reads any more; 1 at least, so that the embeddings are read."""
-    layers = [s.layer for reader in readers for s in reader.sites(view) if s.layer is not None]
-    return max(layers, default=0) + 1
+    sites = [site for reader in readers for site in reader.sites(view)]
+    if LOGITS in sites:
+        return view.n_layers
+    return max((site.layer for site in sites if site.layer is not None), default=0) + 1
 
 
 def _report(view: ModelView, witnesses: Any, stop: int) -> None:
@@ -195,5 +244,5 @@ def _report(view: ModelView, witnesses: Any, stop: int) -> None:
             )
         if witness.fired and not witness.changed and not witness.edit.only_looks:
             warnings.warn(
-                f"an edit at {site} changed nothing in {view.name}", NoEffectWarning, stacklevel=4
+                f"an edit at {site} changed nothing in {view.name}", NoEffectWarning, stacklevel=5
             )

@@ -14,6 +14,7 @@ from sinkscope.errors import InvalidInputError, SinkscopeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from sinkscope.prompts import TokenBatch
     from sinkscope.reproduction import Reproduction
@@ -53,32 +54,34 @@ def _parser() -> argparse.ArgumentParser:
         "results.json, table1.csv, the arrays behind them, the figures and report.html.",
     )
     _add_model_options(reproduce)
-    reproduce.add_argument(
-        "--prompts",
-        default="demo",
-        metavar="FILE|paper|demo",
-        help="a .txt, .csv or .jsonl file; 'paper' for SST-2, GSM8K and HumanEval (needs the "
-        "hub); 'demo' for the prompts shipped with sinkscope (default)",
-    )
-    reproduce.add_argument(
-        "--length", type=int, default=40, help="tokens per prompt (default: 40, the paper's)"
-    )
-    reproduce.add_argument(
-        "--out",
-        default="sinkscope-out",
-        metavar="DIR",
-        help="where to write (default: %(default)s)",
-    )
-    reproduce.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="prompts per pass (default: 64)"
-    )
-    reproduce.add_argument(
-        "--plotlyjs",
-        choices=("inline", "cdn"),
-        default="inline",
-        help="report.html with plotly.js in it, or a small one that links it (default: inline)",
-    )
+    _add_run_options(reproduce)
     reproduce.set_defaults(run=_reproduce)
+
+    mitigate = commands.add_parser(
+        "mitigate",
+        help="what mitigations do to the sink, and what they cost the model",
+        description="Mitigations beside equal-budget random controls: prints one table and a "
+        "verdict, and writes mitigation.json, mitigation.csv, mitigation.html and the arrays.",
+    )
+    _add_model_options(mitigate)
+    _add_run_options(mitigate)
+    mitigate.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="random controls each (default: 3)"
+    )
+    mitigate.add_argument(
+        "--bits", type=int, default=8, help="of the simulated quantisation (default: 8)"
+    )
+    mitigate.add_argument(
+        "--window", type=int, help="keys in view in the windowed losses (default: half a prompt)"
+    )
+    mitigate.add_argument(
+        "--keep-first",
+        type=int,
+        default=4,
+        metavar="K",
+        help="first keys that the second windowed loss keeps (default: 4)",
+    )
+    mitigate.set_defaults(run=_mitigate)
 
     epe = commands.add_parser(
         "epe",
@@ -117,28 +120,44 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts",
+        default="demo",
+        metavar="FILE|paper|demo",
+        help="a .txt, .csv or .jsonl file; 'paper' for SST-2, GSM8K and HumanEval (needs the "
+        "hub); 'demo' for the prompts shipped with sinkscope (default)",
+    )
+    parser.add_argument(
+        "--length", type=int, default=40, help="tokens per prompt (default: 40, the paper's)"
+    )
+    parser.add_argument(
+        "--out",
+        default="sinkscope-out",
+        metavar="DIR",
+        help="where to write (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="prompts per pass (default: 64)"
+    )
+    parser.add_argument(
+        "--plotlyjs",
+        choices=("inline", "cdn"),
+        default="inline",
+        help="report.html with plotly.js in it, or a small one that links it (default: inline)",
+    )
+
+
 # --- commands -----------------------------------------------------------------------------
 
 
 def _reproduce(arguments: argparse.Namespace) -> None:
-    from pathlib import Path
-
     from sinkscope.model import model_view
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import write_all
     from sinkscope.reproduction import reproduce
-    from sinkscope.results import require_writable
 
-    if arguments.length < 2 or arguments.batch_size < 1:
-        raise InvalidInputError(
-            "Unusable sizes",
-            expected="--length of 2 or more and --batch-size of 1 or more",
-            got=f"--length {arguments.length} --batch-size {arguments.batch_size}",
-        )
-    if not arguments.out.strip():
-        raise InvalidInputError("--out has no name", expected="a directory", fix="name one")
-    out = Path(arguments.out)
-    require_writable(out)
+    out = _checked_out(arguments)
     view = model_view(_load(arguments))
     prompts = load_prompts(view, arguments.prompts).folded()
     batch = token_batch(view, prompts, length=arguments.length)
@@ -155,6 +174,69 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     _print_table1(result, batch)
     write_all(result, out, arguments.plotlyjs)
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
+
+
+def _mitigate(arguments: argparse.Namespace) -> None:
+    from sinkscope.bench import mitigation_bench
+    from sinkscope.model import model_view
+    from sinkscope.prompts import load_prompts, token_batch
+    from sinkscope.report import MITIGATION_FORMATS, mitigation_rows, write_mitigation
+    from sinkscope.reproduction import provenance
+    from sinkscope.results import dump_json, write_text
+    from sinkscope.verdict import mitigation_verdict
+
+    if arguments.seeds < 1:
+        raise InvalidInputError(
+            "Too few controls", expected="--seeds of 1 or more", got=f"--seeds {arguments.seeds}"
+        )
+    out = _checked_out(arguments)
+    view = model_view(_load(arguments))
+    prompts = load_prompts(view, arguments.prompts).folded()
+    batch = token_batch(view, prompts, length=arguments.length)
+    with _progress(f"{view.name}: {len(batch)} prompts") as (total, progress):
+        bench = mitigation_bench(
+            view,
+            batch,
+            seeds=range(arguments.seeds),
+            bits=arguments.bits,
+            window=arguments.window,
+            keep_first=arguments.keep_first,
+            batch_size=arguments.batch_size,
+            total=total,
+            progress=progress,
+        )
+    ran = provenance(view, batch, prompts.source, arguments.batch_size)
+    bench.save(out / "arrays")
+    write_text(out / "mitigation.csv", bench.to_dataframe().to_csv(index=False))
+    content = {"provenance": ran, "mitigation_bench": bench.summary()}
+    write_text(out / "mitigation.json", dump_json(content))
+    write_mitigation(bench, ran, out / "mitigation.html", arguments.plotlyjs)
+    _print_table([name.replace("_", " ") for name in MITIGATION_FORMATS], mitigation_rows(bench))
+    words = mitigation_verdict(bench)
+    for sentence in (words.headline, *words.sentences):
+        _say(sentence)
+    for name, reason in (*bench.not_applicable, *bench.no_control):
+        _say(f"{name}: {reason}")
+    _say(f"Written to {out}: mitigation.html, mitigation.json, mitigation.csv, arrays/")
+
+
+def _checked_out(arguments: argparse.Namespace) -> Path:
+    """The directory to write into, once it and the sizes are known to be usable."""
+    from pathlib import Path
+
+    from sinkscope.results import require_writable
+
+    if arguments.length < 2 or arguments.batch_size < 1:
+        raise InvalidInputError(
+            "Unusable sizes",
+            expected="--length of 2 or more and --batch-size of 1 or more",
+            got=f"--length {arguments.length} --batch-size {arguments.batch_size}",
+        )
+    if not arguments.out.strip():
+        raise InvalidInputError("--out has no name", expected="a directory", fix="name one")
+    out = Path(arguments.out)
+    require_writable(out)
+    return out
 
 
 def _epe(arguments: argparse.Namespace) -> None:

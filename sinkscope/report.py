@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from sinkscope import metrics
+from sinkscope.bench import MitigationBench
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.attention_maps import AttentionMaps
 from sinkscope.loading import DEMO_NAME
 from sinkscope.reproduction import Reproduction
 from sinkscope.results import write_text
-from sinkscope.verdict import verdict
+from sinkscope.verdict import mitigation_verdict, verdict
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -158,10 +159,6 @@ def report_html(
     """
     from sinkscope.plots import READING
 
-    if plotlyjs not in ("inline", "cdn"):
-        raise InvalidInputError(
-            "Unknown source of plotly.js", expected="'inline' or 'cdn'", got=repr(plotlyjs)
-        )
     drawn = figures(run) if drawn is None else drawn
     sections = [
         _section("What ran", _provenance(run)),
@@ -175,8 +172,89 @@ def report_html(
         _section("Not applicable", _not_applicable(run)) if run.not_applicable else "",
         _section("Repeat it", _repeat(run)),
     ]
-    title = f"Attention sinks in {run.provenance['model']}"
-    contents = "".join(f'<li><a href="#{_anchor(t)}">{_text(t)}</a></li>' for t in _toc(run, drawn))
+    return _page(
+        f"Attention sinks in {run.provenance['model']}", _toc(run, drawn), sections, plotlyjs
+    )
+
+
+def mitigation_figures(bench: MitigationBench, model: str | None = None) -> dict[str, go.Figure]:
+    """The figures that a bench allows, by name, in reading order.
+
+    Args:
+        bench: from `mitigation_bench`.
+        model: what ran, for the subtitles.
+    """
+    from sinkscope import plots
+
+    drawn = {"mitigation_tradeoff": plots.mitigation_tradeoff(bench, model=model)}
+    if any(family and bench.families.count(family) > 1 for family in bench.families):
+        drawn["dose_response"] = plots.dose_response(bench, model=model)
+    return drawn
+
+
+def mitigation_sections(bench: MitigationBench, model: str | None = None) -> list[tuple[str, str]]:
+    """The sections of a page about a bench: verdict, table, figures, what did not apply.
+
+    Args:
+        bench: from `mitigation_bench`.
+        model: what ran.
+
+    Returns:
+        Pairs of title and HTML.
+    """
+    from sinkscope.plots import READING
+
+    words = mitigation_verdict(bench)
+    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.sentences)
+    planted = f"<p>{_text(_PLANTED)}</p>" if model == DEMO_NAME else ""
+    sections = [
+        (
+            "What removing the sink costs",
+            f'<p class="headline">{_text(words.headline)}</p>{planted}<ul>{items}</ul>',
+        ),
+        ("Mitigations", _mitigations(bench)),
+    ]
+    for name, figure in mitigation_figures(bench, model).items():
+        reading = f"<p>{_text(READING[name])}</p>"
+        sections.append((_MITIGATION_TITLES[name], reading + _figure(name, figure)))
+    missing = (*bench.not_applicable, *((f"control of {n}", r) for n, r in bench.no_control))
+    if missing:
+        sections.append(("Not applicable", _table(["what", "reason"], missing)))
+    return sections
+
+
+def write_mitigation(
+    bench: MitigationBench,
+    provenance: Mapping[str, Any],
+    path: Path,
+    plotlyjs: PlotlyJs = "inline",
+) -> None:
+    """Write a bench as a page of its own.
+
+    Args:
+        bench: from `mitigation_bench`.
+        provenance: what ran on what, from `reproduction.provenance`.
+        path: the file.
+        plotlyjs: see `write_report`.
+
+    Raises:
+        WriteError: the file can't be written.
+    """
+    model = str(provenance["model"])
+    named = mitigation_sections(bench, model)
+    ran = _table(None, [(key, value) for key, value in provenance.items() if key != "lengths"])
+    named.append(("What ran", ran))
+    body = [_section(title, content) for title, content in named]
+    titles = [title for title, _ in named]
+    write_text(path, _page(f"Mitigations in {model}", titles, body, plotlyjs))
+
+
+def _page(title: str, titles: Iterable[str], sections: Iterable[str], plotlyjs: str) -> str:
+    if plotlyjs not in ("inline", "cdn"):
+        raise InvalidInputError(
+            "Unknown source of plotly.js", expected="'inline' or 'cdn'", got=repr(plotlyjs)
+        )
+    contents = "".join(f'<li><a href="#{_anchor(t)}">{_text(t)}</a></li>' for t in titles)
     return _PAGE.format(
         title=_text(title),
         style=_STYLE,
@@ -205,6 +283,11 @@ _TITLES = {
     "score_terms_bars": "The scores of one query",
     "attention_maps": "Attention of one prompt",
     "sink_positions": "Where the sink is",
+}
+
+_MITIGATION_TITLES = {
+    "mitigation_tradeoff": "Sink removed against loss added",
+    "dose_response": "Dose and response",
 }
 
 
@@ -266,6 +349,59 @@ def _table1(run: Reproduction) -> str:
         "untouched model; all_layers: the same mean over all layers."
     )
     return f"<p>{_text(note)}</p>{_table(list(frame.columns), rows)}"
+
+
+MITIGATION_FORMATS: Mapping[str, str] = {
+    "mitigation": "",
+    "sink_score": ".4f",
+    "sink_removed": ".1%",
+    "at_first": ".0%",
+    "loss_added": "+.4f",
+    "loss_added_low": "+.4f",
+    "loss_added_high": "+.4f",
+    "kl": ".4f",
+    "control_sink_removed": ".1%",
+    "control_loss_added": "+.4f",
+    "control_loss_added_std": ".4f",
+    "quantisation_cost": "+.4f",
+    "windowed": ".4f",
+    "windowed_kept": ".4f",
+    "peak": ".1f",
+    "kurtosis": ".1f",
+    "entropy": ".3f",
+    "pareto": "",
+}
+"""Columns of a bench's table that are shown, and how their numbers are written."""
+
+
+def mitigation_rows(bench: MitigationBench) -> list[list[str]]:
+    """The cells of a bench's table as text, "-" where there is no number.
+
+    Args:
+        bench: from `mitigation_bench`.
+    """
+    return [
+        [_number(row[name], spec) for name, spec in MITIGATION_FORMATS.items()]
+        for row in bench.to_dataframe().to_dict("records")
+    ]
+
+
+def _number(value: Any, spec: str) -> str:
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    missing = isinstance(value, float) and np.isnan(value)
+    return "-" if missing else format(value, spec)
+
+
+def _mitigations(bench: MitigationBench) -> str:
+    note = (
+        f"Losses in nats per token, with 95 % bootstrap intervals over prompts; sink scores over "
+        f"layers {bench.mid_layers[0]} to {bench.mid_layers[-1]}; controls are means over "
+        f"{len(bench.seeds)} random twins of the same budget; quantisation_cost: W{bench.bits}"
+        f"A{bench.bits} against floating point; windowed: the last {bench.window} keys in view, "
+        f"and with the first {bench.keep_first} kept."
+    )
+    return f"<p>{_text(note)}</p>{_table(list(MITIGATION_FORMATS), mitigation_rows(bench))}"
 
 
 def _identities(run: Reproduction) -> str:
@@ -335,7 +471,7 @@ def _figure(name: str, figure: go.Figure) -> str:
     )
 
 
-def _plotly_script(plotlyjs: PlotlyJs) -> str:
+def _plotly_script(plotlyjs: str) -> str:
     if plotlyjs == "cdn":
         from plotly.offline import get_plotlyjs_version
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from sinkscope.errors import InvalidInputError, NotApplicableError
 
-MODEL_KINDS = ("embed", "pos_embed")
+MODEL_KINDS = ("embed", "pos_embed", "logits")
 LAYER_KINDS = (
     "resid_pre",
     "resid_mid",
@@ -37,7 +37,8 @@ class Site:
     Kinds: `embed`, `pos_embed` `[batch pos d_model]`; per layer `resid_pre`, `resid_mid`,
     `resid_post`, `attn_in` (what enters W_Q, W_K, W_V: after ln1 with gain and bias),
     `attn_out`, `mlp_out` `[batch pos d_model]`; `q`, `k`, `v` (with their biases), `z`
-    `[batch pos head d_head]`; `attn_scores`, `pattern` `[batch head query key]`.
+    `[batch pos head d_head]`; `attn_scores`, `pattern` `[batch head query key]`. `logits`
+    `[batch pos d_vocab]` is what the model gives back: no hook, so it can be read, not edited.
     """
 
     kind: str
