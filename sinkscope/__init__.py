@@ -5,7 +5,8 @@ The way through: a model (`load_model`, `model_view`), prompts (`token_batch`), 
 `find_massive_coordinates`), runs (`decompose_scores`, `source_agnostic_shift`,
 `epe_fidelity`, `patterns`, `sink_score`, `sink_rate`, `sink_position`, `value_norms`,
 `residual_norms`), changes (`ablations`, `PAPER_CONDITIONS`), the paper's results
-(`experiments`, `reproduce`), which circuit a model uses (`survey`), and figures of them
+(`experiments`, `reproduce`), which circuit a model uses (`survey`), what a mitigation costs
+(`mitigations`, `mitigation_bench`, `head_sweep`, `next_token_loss`), and figures of them
 (`plots`).
 
 Names are loaded on use, so that importing sinkscope stays light.
@@ -19,11 +20,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinkscope import ablations as ablations
     from sinkscope import experiments as experiments
+    from sinkscope import mitigations as mitigations
     from sinkscope import plots as plots
     from sinkscope.ablations import PAPER_CONDITIONS as PAPER_CONDITIONS
     from sinkscope.ablations import Ablation as Ablation
+    from sinkscope.bench import MitigationBench as MitigationBench
+    from sinkscope.bench import default_mitigations as default_mitigations
+    from sinkscope.bench import mitigation_bench as mitigation_bench
     from sinkscope.circuits import Survey as Survey
     from sinkscope.circuits import survey as survey
+    from sinkscope.controls import equal_budget_control as equal_budget_control
+    from sinkscope.costs import attention_entropy as attention_entropy
+    from sinkscope.costs import kl_to_untouched as kl_to_untouched
+    from sinkscope.costs import next_token_loss as next_token_loss
+    from sinkscope.costs import quantised_loss as quantised_loss
+    from sinkscope.costs import residual_statistics as residual_statistics
+    from sinkscope.costs import streaming_loss as streaming_loss
     from sinkscope.epe import EPE as EPE
     from sinkscope.epe import coordinate_alignment as coordinate_alignment
     from sinkscope.epe import epe_bias_alignment as epe_bias_alignment
@@ -56,11 +68,23 @@ if TYPE_CHECKING:
     from sinkscope.scores import shift_share as shift_share
     from sinkscope.scores import source_agnostic_shift as source_agnostic_shift
     from sinkscope.sites import Site as Site
+    from sinkscope.sweep import HeadSweep as HeadSweep
+    from sinkscope.sweep import head_sweep as head_sweep
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ablations": ("Ablation", "PAPER_CONDITIONS"),
+    "bench": ("MitigationBench", "default_mitigations", "mitigation_bench"),
+    "controls": ("equal_budget_control",),
+    "costs": (
+        "attention_entropy",
+        "kl_to_untouched",
+        "next_token_loss",
+        "quantised_loss",
+        "residual_statistics",
+        "streaming_loss",
+    ),
     "circuits": ("Survey", "survey"),
     "epe": (
         "EPE",
@@ -98,11 +122,12 @@ _HOMES = {
         "source_agnostic_shift",
     ),
     "sites": ("Site",),
+    "sweep": ("HeadSweep", "head_sweep"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("ablations", "experiments", "metrics", "plots", "published")
+_MODULES = ("ablations", "experiments", "metrics", "mitigations", "plots", "published")
 
-__all__ = sorted([*_HOME_OF, "ablations", "experiments", "plots"])  # noqa: PLE0605
+__all__ = sorted([*_HOME_OF, "ablations", "experiments", "mitigations", "plots"])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

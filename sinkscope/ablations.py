@@ -285,23 +285,7 @@ class ZeroQueryBias(Ablation):
     positions: Layers = None
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        view.require_query_bias()
-        view.require_raw_weights("Zeroing the query bias")
-        edits = [self._edit(view, context, layer) for layer in view.layers(self.layers)]
-        return [edit for edit in edits if edit is not None]
-
-    def _edit(self, view: ModelView, context: EditContext, layer: int) -> Edit | None:
-        bias = view.b_Q(layer)
-        left = context.query_bias.setdefault(layer, Remaining(bias.new_ones(view.n_heads)))
-        taken = left.scale(list(view.heads(self.heads)), 0.0, _positions(view, self.positions))
-
-        if not taken.any():
-            return None
-
-        def subtract(q: Tensor, hook: Any) -> Tensor:
-            return q - taken.per_token(q, context.rows)[..., None] * bias
-
-        return Edit(Site("q", layer), subtract)
+        return query_bias_edits(view, context, 0.0, self.layers, self.heads, self.positions)
 
 
 @dataclass(frozen=True)
@@ -319,7 +303,7 @@ class ReplacePosition(Ablation):
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         view.require_learned_positions()
-        _positions(view, (self.source, self.target))
+        positions_of(view, (self.source, self.target))
 
         def replace(pos_embed: Tensor, hook: Any) -> Tensor:
             index = torch.arange(pos_embed.shape[0], device=pos_embed.device)
@@ -345,7 +329,7 @@ class ZeroPositions(Ablation):
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         view.require_learned_positions()
-        return [_zero(Site("pos_embed"), context.rows, _positions(view, self.positions))]
+        return [_zero(Site("pos_embed"), context.rows, positions_of(view, self.positions))]
 
 
 @dataclass(frozen=True)
@@ -358,7 +342,7 @@ class ZeroToken(Ablation):
     position: int = 0
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        return [_zero(Site("embed"), context.rows, _positions(view, (self.position,)))]
+        return [_zero(Site("embed"), context.rows, positions_of(view, (self.position,)))]
 
 
 @dataclass(frozen=True)
@@ -376,7 +360,7 @@ class SkipMLP(Ablation):
     positions: Layers = None
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        positions = _positions(view, self.positions)
+        positions = positions_of(view, self.positions)
         return [
             _zero(Site("mlp_out", layer), context.rows, positions)
             for layer in view.layers(self.layers)
@@ -420,7 +404,7 @@ class SwapEPE(_SwapDirections):
     """
 
     def _directions(self, epe: EPE) -> tuple[Tensor, Tensor]:
-        return _unit(epe.vectors[0], "EPE_0"), _unit(epe.vectors[1], "EPE_1")
+        return unit_vector(epe.vectors[0], "EPE_0"), unit_vector(epe.vectors[1], "EPE_1")
 
 
 @dataclass(frozen=True)
@@ -431,7 +415,7 @@ class SwapPE(_SwapDirections):
     """
 
     def _directions(self, epe: EPE) -> tuple[Tensor, Tensor]:
-        return _unit(epe.positions[0], "p_0"), _unit(epe.positions[1], "p_1")
+        return unit_vector(epe.positions[0], "p_0"), unit_vector(epe.positions[1], "p_1")
 
 
 @dataclass(frozen=True)
@@ -455,30 +439,9 @@ class ZeroKeyColumns(Ablation):
     positions: Layers = None
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        coordinates = self._coordinates(view)
+        coordinates = key_coordinates(view, self.coordinates)
         per_layer = dict.fromkeys(view.layers(self.layers), coordinates)
-        return _key_column_edits(view, context, per_layer, self.heads, self.positions)
-
-    def _coordinates(self, view: ModelView) -> tuple[int, ...]:
-        if isinstance(self.coordinates, Rule):
-            found = find_massive_coordinates(extract_epe(view).vectors[0], self.coordinates)
-            if not len(found):
-                raise EditError(
-                    f"{found.rule} finds no coordinate in EPE_0, so there is no column to remove",
-                    expected=f"a coordinate with |v| > {found.threshold:.4g}",
-                    got="none",
-                    fix="use TopK(3) or another rule, or name the coordinates",
-                )
-            return found.coordinates
-        chosen = whole_numbers(self.coordinates)
-        if not chosen or any(not 0 <= c < view.d_model for c in chosen):
-            raise InvalidInputError(
-                "Coordinates are numbers of d_model",
-                expected=f"from 0 to {view.d_model - 1}, and at least one",
-                got=repr(self.coordinates)[:80],
-                fix="choose coordinates, or pass a rule such as TopK(3)",
-            )
-        return chosen
+        return key_column_edits(view, context, per_layer, 0.0, self.heads, self.positions)
 
 
 @dataclass(frozen=True)
@@ -523,7 +486,7 @@ class ZeroRandomKeyColumns(Ablation):
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         draws = self.draws(view)
         per_layer = {layer: draws[layer] for layer in view.layers(self.layers)}
-        return _key_column_edits(view, context, per_layer, self.heads, self.positions)
+        return key_column_edits(view, context, per_layer, 0.0, self.heads, self.positions)
 
 
 @dataclass(frozen=True)
@@ -603,7 +566,7 @@ def _parts_of(ablation: Ablation) -> tuple[Ablation, ...]:
     return ablation.parts if isinstance(ablation, Composition) else (ablation,)
 
 
-def _positions(view: ModelView, positions: Layers) -> tuple[int, ...] | None:
+def positions_of(view: ModelView, positions: Layers) -> tuple[int, ...] | None:
     """The chosen positions, checked against the context; None stands for all."""
     if positions is None:
         return None
@@ -627,17 +590,87 @@ def _zero(site: Site, rows: RowPositions, positions: tuple[int, ...] | None) -> 
     return Edit(site, zero)
 
 
-def _key_column_edits(
+def key_coordinates(view: ModelView, coordinates: Sequence[int] | Rule) -> tuple[int, ...]:
+    """Coordinates of d_model as they are named, or as a rule finds them in EPE_0.
+
+    Raises:
+        EditError: the rule finds none.
+        InvalidInputError: no coordinates of this model.
+    """
+    if isinstance(coordinates, Rule):
+        found = find_massive_coordinates(extract_epe(view).vectors[0], coordinates)
+        if not len(found):
+            raise EditError(
+                f"{found.rule} finds no coordinate in EPE_0, so there is no column to remove",
+                expected=f"a coordinate with |v| > {found.threshold:.4g}",
+                got="none",
+                fix="use TopK(3) or another rule, or name the coordinates",
+            )
+        return found.coordinates
+    chosen = whole_numbers(coordinates)
+    if not chosen or any(not 0 <= c < view.d_model for c in chosen):
+        raise InvalidInputError(
+            "Coordinates are numbers of d_model",
+            expected=f"from 0 to {view.d_model - 1}, and at least one",
+            got=repr(coordinates)[:80],
+            fix="choose coordinates, or pass a rule such as TopK(3)",
+        )
+    return chosen
+
+
+def query_bias_edits(
     view: ModelView,
     context: EditContext,
-    per_layer: Mapping[int, tuple[int, ...]],
+    factor: float,
+    layers: Layers,
     heads: Layers,
     positions: Layers,
 ) -> list[Edit]:
-    at = _positions(view, positions)
+    """`b_Q -> factor b_Q`, counting what earlier parts of the composition have left of it."""
+    view.require_query_bias()
+    view.require_raw_weights(f"{'Scaling' if factor else 'Zeroing'} the query bias")
+    at = positions_of(view, positions)
+    edits = [
+        _query_bias_edit(view, context, layer, factor, list(view.heads(heads)), at)
+        for layer in view.layers(layers)
+    ]
+    return [edit for edit in edits if edit is not None]
+
+
+def _query_bias_edit(
+    view: ModelView,
+    context: EditContext,
+    layer: int,
+    factor: float,
+    heads: list[int],
+    positions: tuple[int, ...] | None,
+) -> Edit | None:
+    bias = view.b_Q(layer)
+    left = context.query_bias.setdefault(layer, Remaining(bias.new_ones(view.n_heads)))
+    taken = left.scale(heads, factor, positions)
+    if not taken.any():
+        return None
+
+    def subtract(q: Tensor, hook: Any) -> Tensor:
+        return q - taken.per_token(q, context.rows)[..., None] * bias
+
+    return Edit(Site("q", layer), subtract)
+
+
+def key_column_edits(
+    view: ModelView,
+    context: EditContext,
+    per_layer: Mapping[int, tuple[int, ...]],
+    factor: float,
+    heads: Layers,
+    positions: Layers,
+) -> list[Edit]:
+    """Rows of W_K times a factor, counting what earlier parts of the composition have left."""
+    at = positions_of(view, positions)
     edits: list[Edit] = []
     for layer, coordinates in per_layer.items():
-        edits += _key_column_pair(view, context, layer, sorted(set(coordinates)), heads, at)
+        chosen = sorted(set(coordinates))
+        edits += _key_column_pair(view, context, layer, chosen, factor, heads, at)
     return edits
 
 
@@ -646,6 +679,7 @@ def _key_column_pair(
     context: EditContext,
     layer: int,
     coordinates: list[int],
+    factor: float,
     heads: Layers,
     positions: tuple[int, ...] | None,
 ) -> tuple[Edit, Edit]:
@@ -661,7 +695,7 @@ def _key_column_pair(
     chosen = range(W_K.shape[0]) if heads is None else view.heads(heads)
     where = (torch.tensor(list(chosen))[:, None], torch.tensor(coordinates)[None, :])
     left = context.key_rows.setdefault(layer, Remaining(W_K.new_ones(W_K.shape[:2])))
-    taken = left.scale(where, 0.0, positions)
+    taken = left.scale(where, factor, positions)
     taken = Remaining(
         taken.everywhere[:, coordinates], {p: t[:, coordinates] for p, t in taken.at.items()}
     )
@@ -709,7 +743,7 @@ def _full_attention(view: ModelView, rows: RowPositions, layer: int) -> list[Edi
     ]
 
 
-def _unit(vector: Float[Tensor, " d_model"], what: str) -> Float[Tensor, " d_model"]:
+def unit_vector(vector: Float[Tensor, " d_model"], what: str) -> Float[Tensor, " d_model"]:
     norm = vector.norm()
     if not bool(norm > 0):
         raise EditError(f"{what} is zero and has no direction to swap along", got=float(norm))

@@ -27,6 +27,9 @@ from sinkscope.model import HookFn, ModelView, Stopped, stop
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
 
+LOGITS = Site("logits")
+"""What the model gives back, the one site that is no hook."""
+
 Progress = Callable[[int], None]
 """Called with the number of prompts that a chunk held, when the chunk is done."""
 
@@ -284,8 +287,12 @@ class Pass:
         waiting = {site for reader in self.readers for site in reader.sites(self._view)}
         hooks: list[tuple[Site | str, HookFn]] = [(w.edit.site, w.hook) for w in self._witnesses]
         hooks += self._reading_hooks(chunk, waiting)
+        end = None if LOGITS in waiting else self._last + 1
         with suppress(Stopped), self._view.hooks(hooks):
-            self._view.forward(chunk, self._last + 1)
+            out = self._view.forward(chunk, end)
+            for reader in self.readers:
+                if LOGITS in reader.sites(self._view):
+                    reader.read(LOGITS, out, chunk)
         self._ran = True
         return [reader.take(start) for reader in self.readers]
 
@@ -313,7 +320,8 @@ class Pass:
         at: dict[Site, list[Reader]] = {}
         for reader in self.readers:
             for site in reader.sites(self._view):
-                at.setdefault(site, []).append(reader)
+                if site != LOGITS:
+                    at.setdefault(site, []).append(reader)
 
         def hook_for(site: Site, interested: list[Reader]) -> HookFn:
             def read(tensor: Tensor, hook: Any) -> None:
@@ -405,5 +413,7 @@ def _refuse_repeats(view: ModelView, site: Site) -> None:
 
 def _last_layer(view: ModelView, readers: Sequence[Reader]) -> int:
     """The last layer that anybody reads; 0 at least, so that the embeddings are read."""
-    layers = [s.layer for reader in readers for s in reader.sites(view) if s.layer is not None]
-    return max(layers, default=0)
+    sites = [site for reader in readers for site in reader.sites(view)]
+    if LOGITS in sites:
+        return view.n_layers - 1
+    return max((site.layer for site in sites if site.layer is not None), default=0)

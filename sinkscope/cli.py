@@ -82,6 +82,32 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_options(survey, "survey-out")
     survey.set_defaults(run=_survey)
 
+    mitigate = commands.add_parser(
+        "mitigate",
+        help="what mitigations do to the sink, and what they cost the model",
+        description="Mitigations beside equal-budget random controls: prints one table and a "
+        "verdict, and writes mitigation.json, mitigation.csv, mitigation.html and the arrays.",
+    )
+    _add_model_option(mitigate)
+    _add_run_options(mitigate, "mitigation-out")
+    mitigate.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="random controls each (default: 3)"
+    )
+    mitigate.add_argument(
+        "--bits", type=int, default=8, help="of the simulated quantisation (default: 8)"
+    )
+    mitigate.add_argument(
+        "--window", type=int, help="keys in view in the windowed losses (default: half a prompt)"
+    )
+    mitigate.add_argument(
+        "--keep-first",
+        type=int,
+        default=4,
+        metavar="K",
+        help="first keys that the second windowed loss keeps (default: 4)",
+    )
+    mitigate.set_defaults(run=_mitigate)
+
     epe = commands.add_parser(
         "epe",
         help="the effective positional encoding of a model at a glance",
@@ -199,6 +225,50 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     if not group.is_main:
         return
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
+
+
+def _mitigate(arguments: argparse.Namespace) -> None:
+    from sinkscope.bench import mitigation_bench
+    from sinkscope.model import model_view
+    from sinkscope.prompts import load_prompts, token_batch
+    from sinkscope.report import MITIGATION_FORMATS, mitigation_rows, write_mitigation
+    from sinkscope.reproduction import provenance
+    from sinkscope.results import dump_json, write_text
+    from sinkscope.verdict import mitigation_verdict
+
+    if arguments.seeds < 1:
+        raise InvalidInputError(
+            "Too few controls", expected="--seeds of 1 or more", got=f"--seeds {arguments.seeds}"
+        )
+    out = _writable_out(arguments)
+    view = model_view(_load(arguments))
+    prompts = load_prompts(view, arguments.prompts).folded()
+    batch = token_batch(view, prompts, length=arguments.length)
+    with _progress(f"{view.name}: {len(batch)} prompts", shown=True) as (total, progress):
+        bench = mitigation_bench(
+            view,
+            batch,
+            seeds=range(arguments.seeds),
+            bits=arguments.bits,
+            window=arguments.window,
+            keep_first=arguments.keep_first,
+            batch_size=arguments.batch_size,
+            total=total,
+            progress=progress,
+        )
+    ran = provenance(view, batch, prompts.source, arguments.batch_size)
+    bench.save(out / "arrays")
+    write_text(out / "mitigation.csv", bench.to_dataframe().to_csv(index=False))
+    content = {"provenance": ran, "mitigation_bench": bench.summary()}
+    write_text(out / "mitigation.json", dump_json(content))
+    write_mitigation(bench, ran, out / "mitigation.html", arguments.plotlyjs)
+    _print_table([name.replace("_", " ") for name in MITIGATION_FORMATS], mitigation_rows(bench))
+    words = mitigation_verdict(bench)
+    for sentence in (words.headline, *words.sentences):
+        _say(sentence)
+    for name, reason in (*bench.not_applicable, *bench.no_control):
+        _say(f"{name}: {reason}")
+    _say(f"Written to {out}: mitigation.html, mitigation.json, mitigation.csv, arrays/")
 
 
 def _writable_out(arguments: argparse.Namespace) -> Path:

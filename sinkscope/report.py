@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from sinkscope import metrics
+from sinkscope.bench import MitigationBench
 from sinkscope.circuits import Survey, SurveyRow
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.attention_maps import AttentionMaps
 from sinkscope.loading import DEMO_NAME
 from sinkscope.reproduction import Reproduction
 from sinkscope.results import write_text
-from sinkscope.verdict import verdict
+from sinkscope.verdict import mitigation_verdict, verdict
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -168,7 +169,6 @@ def report_html(
     """
     from sinkscope.plots import READING
 
-    _require_source(plotlyjs)
     drawn = figures(run) if drawn is None else drawn
     sections = {
         "What ran": _provenance(run),
@@ -195,19 +195,82 @@ def survey_html(survey: Survey, plotlyjs: PlotlyJs = "inline") -> str:
         survey: of one model or several.
         plotlyjs: "inline" or "cdn", see `write_report`.
     """
-    _require_source(plotlyjs)
     names = ", ".join(row.model for row in survey.rows)
     return _page(f"Sink circuits of {names}", {"Which circuit": _survey(survey)}, plotlyjs)
 
 
-def _require_source(plotlyjs: str) -> None:
+def mitigation_figures(bench: MitigationBench, model: str | None = None) -> dict[str, go.Figure]:
+    """The figures that a bench allows, by name, in reading order.
+
+    Args:
+        bench: from `mitigation_bench`.
+        model: what ran, for the subtitles.
+    """
+    from sinkscope import plots
+
+    drawn = {"mitigation_tradeoff": plots.mitigation_tradeoff(bench, model=model)}
+    if any(family and bench.families.count(family) > 1 for family in bench.families):
+        drawn["dose_response"] = plots.dose_response(bench, model=model)
+    return drawn
+
+
+def mitigation_sections(bench: MitigationBench, model: str | None = None) -> dict[str, str]:
+    """The sections of a page about a bench: verdict, table, figures, what did not apply.
+
+    Args:
+        bench: from `mitigation_bench`.
+        model: what ran.
+
+    Returns:
+        Title -> HTML.
+    """
+    from sinkscope.plots import READING
+
+    words = mitigation_verdict(bench)
+    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.sentences)
+    planted = f"<p>{_text(_PLANTED)}</p>" if model == DEMO_NAME else ""
+    headline = f'<p class="headline">{_text(words.headline)}</p>{planted}<ul>{items}</ul>'
+    sections = {
+        "What removing the sink costs": headline,
+        "Mitigations": _mitigations(bench),
+    }
+    for name, figure in mitigation_figures(bench, model).items():
+        reading = f"<p>{_text(READING[name])}</p>"
+        sections[_MITIGATION_TITLES[name]] = reading + _figure(name, figure)
+    missing = (*bench.not_applicable, *((f"control of {n}", r) for n, r in bench.no_control))
+    if missing:
+        sections["Not applicable"] = _table(["what", "reason"], missing)
+    return sections
+
+
+def write_mitigation(
+    bench: MitigationBench,
+    provenance: Mapping[str, Any],
+    path: Path,
+    plotlyjs: PlotlyJs = "inline",
+) -> None:
+    """Write a bench as a page of its own.
+
+    Args:
+        bench: from `mitigation_bench`.
+        provenance: what ran on what, from `reproduction.provenance`.
+        path: the file.
+        plotlyjs: see `write_report`.
+
+    Raises:
+        WriteError: the directory or a file can't be written.
+    """
+    model = str(provenance["model"])
+    ran = _table(None, [(key, value) for key, value in provenance.items() if key != "lengths"])
+    sections = {**mitigation_sections(bench, model), "What ran": ran}
+    write_text(path, _page(f"Mitigations in {model}", sections, plotlyjs))
+
+
+def _page(title: str, sections: Mapping[str, str], plotlyjs: str) -> str:
     if plotlyjs not in ("inline", "cdn"):
         raise InvalidInputError(
             "Unknown source of plotly.js", expected="'inline' or 'cdn'", got=repr(plotlyjs)
         )
-
-
-def _page(title: str, sections: Mapping[str, str], plotlyjs: PlotlyJs) -> str:
     contents = "".join(f'<li><a href="#{_anchor(t)}">{_text(t)}</a></li>' for t in sections)
     return _PAGE.format(
         title=_text(title),
@@ -237,6 +300,11 @@ _TITLES = {
     "score_terms_bars": "The scores of one query",
     "attention_maps": "Attention of one prompt",
     "sink_positions": "Where the sink is",
+}
+
+_MITIGATION_TITLES = {
+    "mitigation_tradeoff": "Sink removed against loss added",
+    "dose_response": "Dose and response",
 }
 
 
@@ -294,6 +362,59 @@ def _table1(run: Reproduction) -> str:
         "untouched model; all_layers: the same mean over all layers."
     )
     return f"<p>{_text(note)}</p>{_table(list(frame.columns), rows)}"
+
+
+MITIGATION_FORMATS: Mapping[str, str] = {
+    "mitigation": "",
+    "sink_score": ".4f",
+    "sink_removed": ".1%",
+    "at_first": ".0%",
+    "loss_added": "+.4f",
+    "loss_added_low": "+.4f",
+    "loss_added_high": "+.4f",
+    "kl": ".4f",
+    "control_sink_removed": ".1%",
+    "control_loss_added": "+.4f",
+    "control_loss_added_std": ".4f",
+    "quantisation_cost": "+.4f",
+    "windowed": ".4f",
+    "windowed_kept": ".4f",
+    "peak": ".1f",
+    "kurtosis": ".1f",
+    "entropy": ".3f",
+    "pareto": "",
+}
+"""Columns of a bench's table that are shown, and how their numbers are written."""
+
+
+def mitigation_rows(bench: MitigationBench) -> list[list[str]]:
+    """The cells of a bench's table as text, "-" where there is no number.
+
+    Args:
+        bench: from `mitigation_bench`.
+    """
+    return [
+        [_number(row[name], spec) for name, spec in MITIGATION_FORMATS.items()]
+        for row in bench.to_dataframe().to_dict("records")
+    ]
+
+
+def _number(value: Any, spec: str) -> str:
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    missing = isinstance(value, float) and np.isnan(value)
+    return "-" if missing else format(value, spec)
+
+
+def _mitigations(bench: MitigationBench) -> str:
+    note = (
+        f"Losses in nats per token, with 95 % bootstrap intervals over prompts; sink scores over "
+        f"layers {bench.mid_layers[0]} to {bench.mid_layers[-1]}; controls are means over "
+        f"{len(bench.seeds)} random twins of the same budget; quantisation_cost: W{bench.bits}"
+        f"A{bench.bits} against floating point; windowed: the last {bench.window} keys in view, "
+        f"and with the first {bench.keep_first} kept."
+    )
+    return f"<p>{_text(note)}</p>{_table(list(MITIGATION_FORMATS), mitigation_rows(bench))}"
 
 
 def _identities(run: Reproduction) -> str:
@@ -390,7 +511,7 @@ def _figure(name: str, figure: go.Figure) -> str:
     )
 
 
-def _plotly_script(plotlyjs: PlotlyJs) -> str:
+def _plotly_script(plotlyjs: str) -> str:
     if plotlyjs == "cdn":
         from plotly.offline import get_plotlyjs_version
 

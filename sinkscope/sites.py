@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from sinkscope.errors import InvalidInputError, NotApplicableError
 
-MODEL_KINDS = ("embed", "pos_embed")
+MODEL_KINDS = ("embed", "pos_embed", "logits")
 LAYER_KINDS = (
     "resid_pre",
     "resid_mid",
@@ -45,7 +45,8 @@ class Site:
     `[batch pos d_model]`; `q`, `k`, `v` (with their biases), `z` `[batch pos head d_head]`;
     `q_normed`, `k_normed` where queries and keys have norms of their own (the model's own
     layout); `rotary_cos`, `rotary_sin` `[batch|1 pos d_rotary]`; `attn_scores`, `pattern`
-    `[batch head query key]`.
+    `[batch head query key]`. `logits` `[batch pos d_vocab]` is what the model gives back: no
+    hook, so it can be read, not edited.
     """
 
     kind: str

@@ -106,6 +106,61 @@ def test_reproduce_folds_whitespace_and_cuts(tmp_path: Path, run: Run, tiny: str
     assert (scores[:, 0] == scores[:, 1]).all(), "both rows hold the same tokens"
 
 
+# --- mitigate -----------------------------------------------------------------------------
+
+
+def test_mitigate_prints_what_it_writes(tmp_path: Path, run: Run, tiny: str) -> None:
+    text = "one  two\tthree four five"
+    file = prompt_file(tmp_path / "p.jsonl", [{"text": text}, {"text": text[::-1]}])
+    out = tmp_path / "out"
+    code, stdout, stderr = run(
+        *("mitigate", "--model", tiny, "--prompts", file, "--length", "10", "--seeds", "2"),
+        *("--bits", "6", "--window", "3", "--keep-first", "1", "--out", str(out)),
+    )
+    assert code == 0, stderr
+    with (out / "mitigation.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    lines = stdout.splitlines()
+    for row in rows:
+        line = next(li for li in lines if li.startswith(row["mitigation"] + "  "))
+        assert f"{float(row['sink_score']):.4f}" in line
+        assert f"{float(row['loss_added']):+.4f}" in line
+    content = json.loads((out / "mitigation.json").read_text())
+    bench = ss.MitigationBench.load(out / "arrays")
+    assert (bench.bits, bench.window, bench.keep_first, bench.seeds) == (6, 3, 1, (0, 1))
+    assert [row["mitigation"] for row in rows] == list(bench.names)
+    assert content["provenance"]["n_prompts"] == 2
+    assert len(content["mitigation_bench"]["per_prompt"]["Untouched"]["loss"]) == 2
+    page = (out / "mitigation.html").read_text()
+    assert "nats per token" in page
+    assert rows[1]["mitigation"] in page
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("arrays", "mitigation.csv", "mitigation.html", "mitigation.json"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--seeds", "0"), "--seeds of 1 or more"),
+        (("--bits", "1"), "from 2 to 16"),
+        (("--window", "0"), "1 or more"),
+        (("--keep-first", "-1"), "0 or more"),
+        (("--length", "1"), "--length of 2 or more"),
+    ],
+)
+def test_mitigate_refuses_unusable_numbers(
+    tmp_path: Path, run: Run, tiny: str, options: tuple[str, ...], message: str
+) -> None:
+    file = prompt_file(tmp_path / "p.jsonl", [{"text": "some text that is long enough"}])
+    code, _, stderr = run(
+        *("mitigate", "--model", tiny, "--prompts", file, "--length", "10", *options),
+        *("--out", str(tmp_path / "out")),
+    )
+    assert code == 1
+    assert message in stderr
+
+
 NASTY = ["\x1b[31mred\x1b[0m", "a\nb", "c\rd", "<b>bold</b> &amp; [bold]", "\u202etfel", "日本"]
 
 

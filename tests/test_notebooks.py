@@ -13,7 +13,14 @@ sys.path.insert(0, str(EXAMPLES))
 
 from run_notebooks import code_cells, execute, read, source, stored_output  # noqa: E402
 
-NAMES = ("quickstart", "circuit_step_by_step", "own_ablation", "own_model", "reproduce_paper")
+NAMES = (
+    "quickstart",
+    "circuit_step_by_step",
+    "own_ablation",
+    "own_model",
+    "reproduce_paper",
+    "mitigation",
+)
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
 BADGE = re.compile(
     r"\[!\[Open in Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"

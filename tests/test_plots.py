@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from sinkscope import plots
+from sinkscope.bench import MEASURES, MitigationBench
 from sinkscope.circuits import Survey, SurveyRow
 from sinkscope.errors import InvalidInputError, WriteError
 from sinkscope.experiments.attention_maps import AttentionMaps
@@ -30,6 +32,7 @@ from sinkscope.plots import export
 from sinkscope.plots._text import safe, token_label, wrapped
 from sinkscope.published import published
 from sinkscope.scores import ScoreTerms
+from sinkscope.sweep import HeadSweep
 
 FIGURES = sorted(set(plots.__all__) - {"READING", "HTML_CONFIG", "save_figure"})
 HOSTILE = "<script>alert(1)</script> <b>x</b> $y$ a & b"
@@ -168,6 +171,49 @@ def make_survey() -> Survey:
     return Survey(tuple(tuple(getattr(r, f.name) for f in fields(r)) for r in (first, second)))
 
 
+def make_bench() -> MitigationBench:
+    """Four runs that take 0, 50, 90 and 20 % of a sink of 0.4 at 0, 0.1, 0.3 and 0.2 nats; the
+    first two are doses, and their controls take 10 % at 0.05."""
+    values = np.zeros((4, 6, len(MEASURES)))
+    values[..., 0] = 0.4 * (1 - np.array([0, 0.5, 0.9, 0.2]))[:, None]
+    values[..., 1] = 3 + np.array([0, 0.1, 0.3, 0.2])[:, None] + 0.1 * np.arange(6)
+    controls = np.full((4, 2, 6, 3), np.nan)
+    controls[1:3, :, :, 0] = 0.36
+    controls[1:3, :, :, 1] = values[0, :, 1] + 0.05
+    heads = np.zeros((4, 6, 2, 2))
+    return MitigationBench(
+        values=values,
+        controls=controls,
+        sinks=heads,
+        rates=heads,
+        positions=heads.astype(np.int64),
+        residual=np.ones((4, 6, 2, 4)),
+        names=("Untouched", "half <b>", "none", "other"),
+        families=("", "ScaleQueryBias", "ScaleQueryBias", ""),
+        doses=(float("nan"), 0.5, 0.0, float("nan")),
+        corpora=("prompts",) * 6,
+        mid_layers=(0,),
+        bits=8,
+        window=4,
+        keep_first=2,
+        seeds=(0, 1),
+    )
+
+
+def make_sweep() -> HeadSweep:
+    sink = np.zeros((2, 3, 4))
+    sink[1, 2] = -0.25
+    return HeadSweep(
+        sink=sink,
+        loss=-2 * sink,
+        layer_sink=sink.sum(1),
+        layer_loss=-2 * sink.sum(1),
+        layers=(3, 5),
+        mid_layers=(1,),
+        ablation="ZeroQueryBias()",
+    )
+
+
 BEFORE = np.zeros((2, 2), dtype=np.int64)
 AFTER = np.array([[0, 1], [1, 7]])
 
@@ -187,6 +233,9 @@ MAKERS = {
     "sink_score_map": lambda **k: plots.sink_score_map(make_table(), **k),
     "sink_positions": lambda **k: plots.sink_positions(BEFORE, AFTER, **k),
     "survey_map": lambda **k: plots.survey_map(make_survey(), **k),
+    "mitigation_tradeoff": lambda **k: plots.mitigation_tradeoff(make_bench(), **k),
+    "dose_response": lambda **k: plots.dose_response(make_bench(), **k),
+    "head_sweep_map": lambda **k: plots.head_sweep_map(make_sweep(), **k),
 }
 
 
@@ -925,3 +974,52 @@ def test_figures_say_what_they_draw():
         text = inspect.getdoc(getattr(plots, name))
         assert "Args:" in text
         assert "Raises:" in text
+
+
+# --- mitigations --------------------------------------------------------------------------
+
+
+def test_the_tradeoff_has_every_run_its_control_and_the_front():
+    figure = plots.mitigation_tradeoff(make_bench())
+    runs = one(figure, "mitigation (95 % interval over prompts)")
+    np.testing.assert_allclose(runs.x, [0, 0.5, 0.9, 0.2])
+    np.testing.assert_allclose(runs.y, [0, 0.1, 0.3, 0.2], atol=1e-12)
+    np.testing.assert_allclose(runs.error_y.array, 0, atol=1e-12)
+    assert list(runs.text) == ["", "half &lt;b&gt;", "none", ""]
+    front = one(figure, "Pareto front")
+    np.testing.assert_allclose(front.x, [0, 0.5, 0.9])
+    controls = one(figure, "random control (mean of 2)")
+    np.testing.assert_allclose(controls.x, [0.1, 0.1])
+    np.testing.assert_allclose(controls.y, [0.05, 0.05])
+    assert controls.customdata[0] == "half &lt;b&gt;"
+
+
+def test_a_dose_response_ends_at_the_untouched_model():
+    figure = plots.dose_response(make_bench())
+    sink = one(figure, "sink score")
+    np.testing.assert_allclose(sink.x, [0, 0.5, 1])
+    np.testing.assert_allclose(sink.y, [0.04, 0.2, 0.4])
+    loss = one(figure, "loss added (95 % interval over prompts)")
+    np.testing.assert_allclose(loss.y, [0.3, 0.1, 0], atol=1e-12)
+    sinks, losses = named(figure, "random control")
+    np.testing.assert_allclose(sinks.y, [0.36, 0.36])
+    np.testing.assert_allclose(losses.y, [0.05, 0.05])
+    with pytest.raises(InvalidInputError, match="Unknown family"):
+        plots.dose_response(make_bench(), families="ScaleEPE")
+
+
+def test_a_bench_without_doses_has_no_curve():
+    bench = dataclasses.replace(make_bench(), families=("",) * 4)
+    with pytest.raises(InvalidInputError, match="two doses"):
+        plots.dose_response(bench)
+
+
+def test_the_sweep_map_has_heads_layers_and_a_scale_about_zero():
+    figure = plots.head_sweep_map(make_sweep())
+    sink, loss = figure.data
+    np.testing.assert_allclose(sink.z, [[0, 0, 0, 0], [0, 0, -0.25, -0.25]])
+    np.testing.assert_allclose(loss.z, [[0, 0, 0, 0], [0, 0, 0.5, 0.5]])
+    assert list(sink.y) == ["3", "5"]
+    assert list(sink.x) == ["0", "1", "2", "all"]
+    assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (-0.25, 0.25)
+    assert (figure.layout.coloraxis2.cmin, figure.layout.coloraxis2.cmax) == (-0.5, 0.5)

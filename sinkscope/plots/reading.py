@@ -67,5 +67,21 @@ READING: dict[str, str] = {
         "and right after the ablation. Cells in bold on the right have changed: their sink was "
         "moved to another position rather than removed."
     ),
+    "mitigation_tradeoff": (
+        "To the right more of the sink is gone, upwards the model predicts worse; the dotted line "
+        "joins the mitigations that no other beats on both counts. Open circles are random "
+        "controls of the same budget: a mitigation's cost counts only as far as it lies above "
+        "its control's."
+    ),
+    "dose_response": (
+        "Each column scales one part: the upper curve is the sink score, the lower one the loss "
+        "added, and a factor of 1 is the untouched model. A sink that falls before the loss rises "
+        "can be thinned out for free; open circles are random controls."
+    ),
+    "head_sweep_map": (
+        "Each cell is the ablation in one head alone, the last column in all heads of a layer: on "
+        "the left the change of the mean sink score, on the right of the loss. Heads that stand "
+        "out on the left alone carry the sink without being needed for predictions."
+    ),
 }
 """Figure name -> two sentences that say how to read it."""
