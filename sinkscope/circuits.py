@@ -32,7 +32,7 @@ from sinkscope.prompts import Prompts, TokenBatch, token_batch
 from sinkscope.results import Result
 from sinkscope.scores import TERMS, IdentityReader, at_least_single
 from sinkscope.sites import Site
-from sinkscope.verdict import SINK_RATIO, circuit, uniform_sink_score
+from sinkscope.verdict import SINK_RATIO, circuit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +44,7 @@ PEAK = 3.0
 MASSIVE_KEYS = "Zero massive Wk"
 JUMP_MLP = "No MLP where the norm jumps"
 SHARE_OF_COORDINATES = "massive coordinates"
+BEHIND = "norms behind attention"
 _HIDDEN = "Not applicable: no query of a prompt's second half sees the first position."
 
 
@@ -64,7 +65,7 @@ class SurveyRow:
         starts_with_bos: how many prompts start with the BOS token.
         n_prompts: how many there were.
         sink_score: the paper's, mean over mid layers, heads and prompts.
-        uniform: what uniform attention would give it.
+        uniform: what uniform attention over the keys that each query sees would give it.
         sink_score_by_layer: the same for every layer; NaN where a window hides the position.
         sink_rate_3: share of (prompt, layer, head) with `alpha > .3` (Gu et al.).
         sink_rate_8: the same for .8.
@@ -76,7 +77,8 @@ class SurveyRow:
         peak: the largest of these after the first layer.
         peak_entry: the same for the largest entry instead of the norm.
         jump_layer: the layer that adds most to the first position's norm, in units of the
-            others' median norm after it; None where both peaks are below 3.
+            others' median norm after it; None where both peaks are below 3, and where norms
+            behind the attention keep the norms of all positions alike.
         value_drain: `|v|` of the first position over the median of the others, mid layers.
         epe_coordinates: massive coordinates of EPE_0 by `MeanStd(3)`; None without an EPE.
         coordinates: massive coordinates by `MeanStd(3)` of the mean residual of the first
@@ -87,7 +89,10 @@ class SurveyRow:
         score_shares: term -> the share it has in the sink's lead over the other keys of the
             same query, which sum to 1, and what the coordinates have in it; mid layers. Empty
             where scores are not decomposed.
-        ablations: name -> sink score relative to the untouched model.
+        ablations: name -> sink score relative to the untouched model; says nothing where that
+            has no sink. Under QK-norm, keys without some columns are normed anew, so that what
+            is left of them counts for more. Without learned positions "Nullify BOS Token"
+            leaves the first position nothing at all, and is no control.
         not_applicable: name -> why this model has no such number.
         identity_errors: largest errors of scores and patterns, and the tolerance; NaN where
             scores are not decomposed.
@@ -265,6 +270,8 @@ def _row(runner: _Runner) -> SurveyRow:
     runner.run(sink.readers)
     found = sink.result(batch)
     jump, coordinates, appear = found.peak()
+    if _effective(view) == BEHIND:
+        jump = None
 
     extra: dict[str, Ablation] = {}
     if jump is not None and view.parts.first_mlp:
@@ -284,7 +291,7 @@ def _row(runner: _Runner) -> SurveyRow:
     refused = {name: reason for name, reason in missing.items() if reason is not None}
     shares, errors = _shares(runner, coordinates, refused)
 
-    uniform = uniform_sink_score(batch.lengths.tolist())
+    uniform = _uniform(view, batch, mid)
     position, share = found.position()
     layer, head = divmod(int(found.scores.nanmean(0).nan_to_num(-1).argmax()), view.n_heads)
     return SurveyRow(
@@ -318,7 +325,7 @@ def _row(runner: _Runner) -> SurveyRow:
         ablations=tuple(kept),
         not_applicable=tuple(refused.items()),
         identity_errors=errors,
-        verdict=_verdict(baseline, uniform, dict(kept), refused, jump),
+        verdict=_verdict(baseline, uniform, dict(kept), refused, jump, view.parts.qk_norm),
     )
 
 
@@ -531,6 +538,15 @@ def _shares(
     return shares, (reader.max_error, reader.pattern_error, reader.tolerance)
 
 
+def _uniform(view: ModelView, batch: TokenBatch, layers: Sequence[int]) -> float:
+    scores = []
+    for layer in layers:
+        visible = view.visible(layer, batch.mask)
+        even = visible / visible.sum(-1, keepdim=True).clamp_min(1)
+        scores.append(metrics.sink_score(even[:, None], batch.mask, visible))
+    return _mean(torch.stack(scores))
+
+
 # --- words --------------------------------------------------------------------------------
 
 
@@ -545,7 +561,7 @@ def _effective(view: ModelView) -> str:
     try:
         view.require_norm_in_front("The effective query bias")
     except NotApplicableError:
-        return "norms behind attention"
+        return BEHIND
     beta = view.ln1_bias(0)
     return "yes" if beta is not None and bool(beta.any()) else "no"
 
@@ -576,6 +592,7 @@ def _verdict(
     kept: dict[str, float],
     missing: dict[str, str],
     jump: int | None,
+    qk_norm: bool,
 ) -> str:
     if math.isnan(score):
         return _HIDDEN
@@ -589,9 +606,8 @@ def _verdict(
             f"{kept[JUMP_MLP]:.0%} of the sink stays."
         )
     if MASSIVE_KEYS in kept:
-        words.append(
-            f"Without the key columns at its massive coordinates {kept[MASSIVE_KEYS]:.0%} stays."
-        )
+        left = f"{kept[MASSIVE_KEYS]:.0%} stays" + (", with keys normed anew" if qk_norm else "")
+        words.append(f"Without the key columns at its massive coordinates {left}.")
     return " ".join(words)
 
 

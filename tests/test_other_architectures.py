@@ -95,6 +95,19 @@ def test_norms_behind_the_attention() -> None:
                 measure(model, batch)
 
 
+def test_uniform_attention_is_over_the_keys_that_are_seen() -> None:
+    """12 tokens: all of them in BERT, the earlier ones in GPT-2."""
+    uniform = {}
+    for name in ("bert", "gpt2"):
+        model = ss.load_model(transformers_model(name))
+        if name == "bert" and model.cfg.attention_dir != "bidirectional":
+            pytest.skip("TransformerLens 3 takes BERT for causal")
+        ids = torch.arange(12)[None] % 7 + 1
+        uniform[name] = ss.survey(model, ids).rows[0].uniform
+    assert uniform["bert"] == pytest.approx(1 / 12)
+    assert uniform["gpt2"] == pytest.approx(sum(1 / n for n in range(7, 13)) / 6)
+
+
 def test_a_rotary_model_has_no_shift_that_depends_on_the_key_alone() -> None:
     model = ss.load_model(transformers_model("qwen2"))
     with pytest.raises(NotApplicableError, match="depends on the query too"):
