@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sinkscope.massive import MedianRatio as MedianRatio
     from sinkscope.massive import TopK as TopK
     from sinkscope.massive import find_massive_coordinates as find_massive_coordinates
+    from sinkscope.measures import missing_mass as missing_mass
     from sinkscope.measures import patterns as patterns
     from sinkscope.measures import residual_norms as residual_norms
     from sinkscope.measures import sink_position as sink_position
@@ -76,6 +77,7 @@ _HOMES = {
         "find_massive_coordinates",
     ),
     "measures": (
+        "missing_mass",
         "patterns",
         "residual_norms",
         "sink_position",

@@ -22,6 +22,7 @@ from sinkscope.ablations import (
     refuse_dead_edits,
 )
 from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
+from sinkscope.guard import PatternGuard
 from sinkscope.model import HookFn, ModelView
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
@@ -71,6 +72,7 @@ def stream(
     Raises:
         InvalidInputError: the ablation is not one.
         EditError: an edit's place was never reached.
+        IdentityError: a pattern that is read is not the one that the model's own q and k make.
 
     Warns:
         NoEffectWarning: an edit left every tensor as it was.
@@ -88,17 +90,19 @@ def stream(
         return
     stop = _stop_at(view, readers)
     witnesses: dict[int, _Witness] = {}
+    guard: PatternGuard | None = None
     with view.measuring():
         for chunk in batch.chunks(batch_size):
             edits = ablation.edits(view, EditContext.of(chunk))
-            if not witnesses:
+            if guard is None:
                 refuse_dead_edits(view, edits)
+                guard = _guard(view, readers, edits)
             for n, edit in enumerate(edits):
                 witnesses.setdefault(n, _Witness(edit)).edit = edit
             hooks: list[tuple[Site | str, HookFn]] = [
                 (witness.edit.site, witness.hook) for witness in witnesses.values()
             ]
-            hooks += _reading_hooks(view, readers, chunk)
+            hooks += _reading_hooks(view, [*readers, guard], chunk)
             with view.hooks(hooks):
                 view.forward(chunk, stop_at_layer=stop)
             if progress is not None:
@@ -175,6 +179,23 @@ def _refuse_repeats(view: ModelView, site: Site) -> None:
             got="a second call of the hook",
             fix="sinkscope can't read models that run a layer several times",
         )
+
+
+def _guard(view: ModelView, readers: Sequence[Reader], edits: Sequence[Edit]) -> PatternGuard:
+    """A guard of the layers whose patterns are read, but where an edit means to change them.
+
+    Edits are this run's, or hooks that are there already: the user's own.
+    """
+    asked = {s.layer for r in readers for s in r.sites(view) if s.kind == "pattern"}
+    edited = {id(view.hook_point(edit.site)) for edit in edits if not edit.only_looks}
+    kinds = [kind for kind in ("attn_scores", "pattern") if kind in view.sites.names]
+
+    def meant(layer: int) -> bool:
+        points = [view.hook_point(Site(kind, layer)) for kind in kinds]
+        return any(id(point) in edited or point.fwd_hooks for point in points)
+
+    layers = sorted(layer for layer in asked if layer is not None)
+    return PatternGuard(view, [layer for layer in layers if not meant(layer)])
 
 
 def _stop_at(view: ModelView, readers: Sequence[Reader]) -> int:

@@ -115,6 +115,16 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=DTYPES, metavar="T", help=", ".join(DTYPES)
     )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="take weights that are only there as a pickle, which can run its author's code",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that the model brings along",
+    )
 
 
 # --- commands -----------------------------------------------------------------------------
@@ -234,7 +244,13 @@ def _load(arguments: argparse.Namespace) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # libraries warn of their own plans while loading
-            return load_model(arguments.model, device=arguments.device, dtype=arguments.dtype)
+            return load_model(
+                arguments.model,
+                device=arguments.device,
+                dtype=arguments.dtype,
+                allow_pickle=arguments.allow_pickle,
+                trust_remote_code=arguments.trust_remote_code,
+            )
     finally:
         if bars:
             logging.enable_progress_bar()

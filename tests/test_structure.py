@@ -32,6 +32,7 @@ ORDER = (
     "prompts",
     "epe",
     "ablations",
+    "guard",
     "capture",
     "scores",
     "fidelity",
