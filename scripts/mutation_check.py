@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +30,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinkscope"
 
-SHARED = ("situations", "test_padding_changes_nothing.py", "test_errors.py")
+SHARED = ("situations", "test_random_models.py", "test_padding_changes_nothing.py")
 TESTS = {
     "metrics": ("test_sink_metrics.py", "test_metrics.py", "test_identities.py", *SHARED),
     "massive": ("test_massive.py", "test_finders.py", "test_errors.py"),
     "epe": ("test_identities.py", "test_folded_weights.py", "test_planted.py", *SHARED),
     "scores": ("test_identities.py", "test_folded_weights.py", *SHARED),
-    "ablations": ("test_ablations.py", *SHARED, "test_other_architectures.py"),
+    "ablations": ("test_ablations.py", *SHARED, "test_other_architectures.py", "test_errors.py"),
     "fidelity": ("test_identities.py", *SHARED),
     "measures": ("test_identities.py", "test_other_architectures.py", *SHARED),
     "guard": ("situations/test_attention_maths.py", "test_other_architectures.py", *SHARED),
@@ -48,6 +48,7 @@ TESTS = {
         *SHARED,
         "test_leaves_no_trace.py",
         "test_ablations.py",
+        "test_errors.py",
     ),
 }
 """Which tests may catch a mutant of which module, the quickest first."""
@@ -307,8 +308,8 @@ def preload() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def start(source: str | None, module: str, log: Path) -> int:
-    """Fork a child that runs the tests of a module on a changed package; gives its id."""
+def start(source: str | None, module: str, tests: Sequence[str], log: Path) -> int:
+    """Fork a child that runs some tests on a changed package; gives its id."""
     child = os.fork()
     if child:
         return child
@@ -325,10 +326,11 @@ def start(source: str | None, module: str, log: Path) -> int:
         sys.dont_write_bytecode = True
         sys.path.insert(0, str(place))
         os.environ["PYTHONPATH"] = str(place)
+        os.environ.setdefault("HYPOTHESIS_CASES", "60")
         os.chdir(ROOT)
         import pytest
 
-        files = [str(ROOT / "tests" / name) for name in TESTS[module]]
+        files = [str(ROOT / "tests" / name) for name in tests]
         options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
         code = int(pytest.main([*options, *dict.fromkeys(files)]))
         shutil.rmtree(place, ignore_errors=True)
@@ -339,11 +341,12 @@ def start(source: str | None, module: str, log: Path) -> int:
         os._exit(code)
 
 
-def unchanged(module: str) -> tuple[int, str]:
-    """The tests of a module on the package as it is: they must pass."""
+def unchanged(modules: list[str]) -> tuple[int, str]:
+    """The tests of some modules on the package as it is: they must pass."""
+    files = [name for module in modules for name in TESTS[module]]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        _, status = os.waitpid(start(None, module, log), 0)
+        _, status = os.waitpid(start(None, "", files, log), 0)
         return os.waitstatus_to_exitcode(status), log.read_text("utf-8", "replace")[-2000:]
 
 
@@ -365,7 +368,11 @@ def run(chosen: list[tuple[Mutant, str]], jobs: int, timeout: float) -> Iterator
             while waiting and len(running) < jobs:
                 index, (mutant, source) = waiting.pop(0)
                 log = Path(folder) / f"{index}.log"
-                running[start(source, mutant.module, log)] = (index, time.monotonic(), log)
+                running[start(source, mutant.module, TESTS[mutant.module], log)] = (
+                    index,
+                    time.monotonic(),
+                    log,
+                )
             time.sleep(0.05)
             for child, (index, began, log) in list(running.items()):
                 done, status = os.waitpid(child, os.WNOHANG)
@@ -409,11 +416,10 @@ def main() -> int:
         return 0
 
     preload()
-    for name in dict.fromkeys(mutant.module for mutant, _ in chosen):
-        code, log = unchanged(name)
-        if code:
-            print(f"The tests of {name} fail without any mutant:\n{log}")
-            return 2
+    code, log = unchanged(sorted({mutant.module for mutant, _ in chosen}))
+    if code:
+        print(f"The tests fail without any mutant:\n{log}")
+        return 2
     outcomes: list[dict] = []
     for outcome in run(chosen, arguments.jobs, arguments.timeout):
         outcomes.append(outcome)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from sinkscope.prompts import TokenBatch as TokenBatch
     from sinkscope.prompts import load_prompts as load_prompts
     from sinkscope.prompts import token_batch as token_batch
+    from sinkscope.reproduction import load_summary as load_summary
     from sinkscope.reproduction import reproduce as reproduce
     from sinkscope.scores import ScoreTerms as ScoreTerms
     from sinkscope.scores import decompose_scores as decompose_scores
@@ -87,7 +88,7 @@ _HOMES = {
     ),
     "model": ("ModelView", "model_view"),
     "prompts": ("Prompts", "TokenBatch", "load_prompts", "token_batch"),
-    "reproduction": ("reproduce",),
+    "reproduction": ("load_summary", "reproduce"),
     "scores": (
         "ScoreTerms",
         "decompose_scores",

@@ -7,7 +7,8 @@ chunk runs once for all readers and stops after the last layer that one of them 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +22,13 @@ from sinkscope.ablations import (
     EditContext,
     refuse_dead_edits,
 )
-from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
+from sinkscope.errors import (
+    EditError,
+    InvalidInputError,
+    MemoryLimitError,
+    NoEffectWarning,
+    SmallerBatchWarning,
+)
 from sinkscope.guard import PatternGuard
 from sinkscope.model import HookFn, ModelView
 from sinkscope.prompts import TokenBatch, require_batch
@@ -72,10 +79,12 @@ def stream(
     Raises:
         InvalidInputError: the ablation is not one.
         EditError: an edit's place was never reached.
+        MemoryLimitError: a single prompt does not fit in memory.
         IdentityError: a pattern that is read is not the one that the model's own q and k make.
 
     Warns:
         NoEffectWarning: an edit left every tensor as it was.
+        SmallerBatchWarning: memory did not suffice, so that fewer prompts run at once.
     """
     require_batch(batch)
     ablation = Composition() if ablation is None else ablation
@@ -92,8 +101,8 @@ def stream(
     witnesses: dict[int, _Witness] = {}
     guard: PatternGuard | None = None
     with view.measuring():
-        for chunk in batch.chunks(batch_size):
-            edits = ablation.edits(view, EditContext.of(chunk))
+        for chunk in _that_fit(batch.chunks(batch_size), view, readers):
+            edits = ablation.edits(view, EditContext.of(chunk.rows))
             if guard is None:
                 refuse_dead_edits(view, edits)
                 guard = _guard(view, readers, edits)
@@ -102,12 +111,94 @@ def stream(
             hooks: list[tuple[Site | str, HookFn]] = [
                 (witness.edit.site, witness.hook) for witness in witnesses.values()
             ]
-            hooks += _reading_hooks(view, [*readers, guard], chunk)
-            with view.hooks(hooks):
-                view.forward(chunk, stop_at_layer=stop)
-            if progress is not None:
-                progress(len(chunk))
+            hooks += _reading_hooks(view, [*readers, guard], chunk.rows)
+            with chunk.attempt(), view.hooks(hooks):
+                view.forward(chunk.rows, stop_at_layer=stop)
+            if progress is not None and chunk.done:
+                progress(len(chunk.rows))
     _report(view, witnesses.values(), stop)
+
+
+@dataclass
+class _Chunk:
+    """Rows that run together, if memory allows.
+
+    Attributes:
+        rows: the prompts.
+        readers: whose readings of a failed attempt are taken back.
+        done: whether an attempt was made and ended well.
+    """
+
+    rows: TokenBatch
+    readers: Sequence[Reader]
+    done: bool = False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Swallow that memory ran out, and leave readers as if nothing had been read."""
+        before = [_containers(vars(reader)) for reader in self.readers]
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            if len(self.rows) == 1:
+                raise MemoryLimitError(
+                    "Memory does not suffice for a single prompt",
+                    expected=f"room for one prompt of {self.rows.ids.shape[1]} tokens",
+                    got=str(error)[:200] or type(error).__name__,
+                    fix="use shorter prompts, a smaller dtype, fewer layers, or another device",
+                ) from error
+            for reader, state in zip(self.readers, before, strict=True):
+                vars(reader).clear()
+                vars(reader).update(state)
+            return
+        self.done = True
+
+
+def _that_fit(
+    chunks: Iterable[TokenBatch], view: ModelView, readers: Sequence[Reader]
+) -> Iterator[_Chunk]:
+    """Chunks in order; one that did not fit in memory comes again in halves, as do later ones."""
+    most: int | None = None
+    for given in chunks:
+        waiting = [given]
+        while waiting:
+            rows = waiting.pop()
+            if most is not None and len(rows) > most:
+                waiting += reversed(list(rows.chunks(most)))
+                continue
+            chunk = _Chunk(rows, readers)
+            yield chunk
+            if chunk.done:
+                continue
+            most = len(rows) // 2
+            warnings.warn(
+                f"{len(rows)} prompts at once did not fit in memory; {view.name} goes on with "
+                f"{most} at a time",
+                SmallerBatchWarning,
+                stacklevel=5,
+            )
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            waiting.append(rows)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's own error, Python's, or what torch's CPU allocator raises, a plain RuntimeError."""
+    said = str(error)
+    return (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or "can't allocate memory" in said
+        or "out of memory" in said
+    )
+
+
+def _containers(value: Any) -> Any:
+    """A copy of nested dicts and lists that shares what is in them."""
+    if isinstance(value, dict):
+        return {key: _containers(item) for key, item in value.items()}
+    return [_containers(item) for item in value] if type(value) is list else value
 
 
 @dataclass

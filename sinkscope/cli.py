@@ -137,7 +137,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import write_all
     from sinkscope.reproduction import reproduce
-    from sinkscope.results import require_writable
+    from sinkscope.results import claimed
 
     if arguments.length < 2 or arguments.batch_size < 1:
         raise InvalidInputError(
@@ -148,22 +148,22 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     if not arguments.out.strip():
         raise InvalidInputError("--out has no name", expected="a directory", fix="name one")
     out = Path(arguments.out)
-    require_writable(out)
-    view = model_view(_load(arguments))
-    prompts = load_prompts(view, arguments.prompts).folded()
-    batch = token_batch(view, prompts, length=arguments.length)
-    with _progress(f"{view.name}: {len(batch)} prompts") as (total, progress):
-        result = reproduce(
-            view,
-            batch,
-            prompts_source=prompts.source,
-            out=out,
-            batch_size=arguments.batch_size,
-            total=total,
-            progress=progress,
-        )
-    _print_table1(result, batch)
-    write_all(result, out, arguments.plotlyjs)
+    with claimed(out):
+        view = model_view(_load(arguments))
+        prompts = load_prompts(view, arguments.prompts).folded()
+        batch = token_batch(view, prompts, length=arguments.length)
+        with _progress(f"{view.name}: {len(batch)} prompts") as (total, progress):
+            result = reproduce(
+                view,
+                batch,
+                prompts_source=prompts.source,
+                out=out,
+                batch_size=arguments.batch_size,
+                total=total,
+                progress=progress,
+            )
+        _print_table1(result, batch)
+        write_all(result, out, arguments.plotlyjs)
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
 
 
