@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -85,22 +86,20 @@ class Result(HtmlTable, ABC):
         path = root / f"{cls.kind}.npz"
         try:
             data = path.read_bytes()
-            with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in stored.files}
-        except Exception as error:  # zip, numpy and the system each have their own errors
-            raise LoadError(
-                f"The arrays in {str(path)!r} can't be read",
-                expected="a file that this result's save() wrote",
-                got=f"{type(error).__name__}: {str(error)[:200]}",
-                fix=_RUN_AGAIN,
-            ) from error
+        except OSError as error:
+            raise _unreadable_arrays(path, error) from error
         if hashlib.sha256(data).hexdigest() != header.get("arrays_sha256"):
-            raise LoadError(
+            raise LoadError(  # before anything is unpacked
                 f"{str(path)!r} does not belong to the {cls.kind}.json beside it",
                 expected="two files from one save()",
                 got="arrays of another save(), or damaged ones",
                 fix=_RUN_AGAIN,
             )
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+        except Exception as error:  # zip, numpy and the system each have their own errors
+            raise _unreadable_arrays(path, error) from error
         values = {name: _read_back(value) for name, value in header["values"].items()}
         names = {field.name for field in fields(cls)}
         if names != set(values) | set(arrays):
@@ -110,6 +109,15 @@ class Result(HtmlTable, ABC):
                 got=", ".join(sorted(set(values) | set(arrays))),
                 fix=_RUN_AGAIN,
             )
+        hints = get_type_hints(cls)
+        for name, value in (values | arrays).items():
+            if not _is_of(value, hints[name]):
+                raise LoadError(
+                    f"In the saved {cls.kind} in {str(root)!r}, {name} is of another type",
+                    expected=str(getattr(hints[name], "__name__", hints[name])),
+                    got=repr(value)[:80],
+                    fix=_RUN_AGAIN,
+                )
         return cls(**values, **arrays)
 
     def __eq__(self, other: object) -> bool:
@@ -118,6 +126,15 @@ class Result(HtmlTable, ABC):
         return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _unreadable_arrays(path: Path, error: Exception) -> LoadError:
+    return LoadError(
+        f"The arrays in {str(path)!r} can't be read",
+        expected="a file that this result's save() wrote",
+        got=f"{type(error).__name__}: {str(error)[:200]}",
+        fix=_RUN_AGAIN,
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -139,9 +156,22 @@ def _spelled(value: Any) -> Any:
 def _read_back(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_read_back(v) for v in value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value.get("float") in ("nan", "inf", "-inf"):
         return float(value["float"])
     return value
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value that was read is of a field's type, of those that results have."""
+    arguments, origin = get_args(hint), get_origin(hint)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return len(value) == len(each) and all(map(_is_of, value, each))
+    if origin is not None:  # of all others only unions are told apart
+        return origin is not UnionType or any(_is_of(value, one) for one in arguments)
+    return type(value) is hint if hint in (bool, int) else isinstance(value, hint)
 
 
 def _read_header(path: Path, kind: str) -> dict[str, Any]:
