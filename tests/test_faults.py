@@ -263,6 +263,7 @@ NO_MEMORY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* prompts at once did not fit")
 @pytest.mark.parametrize("name", NO_MEMORY)
 def test_a_batch_that_does_not_fit_is_halved_and_nothing_is_read_twice(
     kind: str, name: str
@@ -295,6 +296,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_nothing_is_read_twice(
         torch.testing.assert_close(ss.decompose_scores(model, batch).total, terms.total)
 
 
+@pytest.mark.filterwarnings("ignore:.* prompts at once did not fit")
 def test_a_prompt_that_does_not_fit_is_an_error(kind: str) -> None:
     model = hook(tiny_gpt2(), kind)
     batch, view = ss.token_batch(model, ROWS), ss.model_view(model)

@@ -206,7 +206,9 @@ def test_code_that_a_directory_brings_along_runs_by_name_only(directory: Path) -
     marker = directory / "ran"
     (directory / "own.py").write_text(
         f"open({str(marker)!r}, 'w').close()\n"
-        "from transformers import GPT2Config as Config, GPT2LMHeadModel as Model\n"
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "class Config(GPT2Config): pass\n"
+        "class Model(GPT2LMHeadModel): pass\n"
     )
     config = json.loads((directory / "config.json").read_text())
     config["model_type"] = "something-of-its-own"

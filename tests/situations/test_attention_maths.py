@@ -99,7 +99,8 @@ def test_27_what_a_query_sees_comes_from_positions_and_not_from_mask_values(kind
     assert terms.max_error < 1e-10
     seen: list[Tensor] = []
     view = ss.model_view(model)
-    with view.hooks([(ss.Site("attn_scores", 0), lambda s, hook: seen.append(s.clone()))]):
+    look = [(ss.Site("attn_scores", 0), lambda s, hook: seen.append(s.clone()))]
+    with view.measuring(), view.hooks(look):
         view.forward(batch)
     assert float(seen[0].min()) < -1e30
     assert float(terms.total.abs().max()) < 1e3
