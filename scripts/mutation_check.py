@@ -35,7 +35,12 @@ TESTS = {
     "metrics": ("test_sink_metrics.py", "test_metrics.py", "test_identities.py", *SHARED),
     "massive": ("test_massive.py", "test_finders.py", "test_errors.py"),
     "epe": ("test_identities.py", "test_folded_weights.py", "test_planted.py", *SHARED),
-    "scores": ("test_identities.py", "test_folded_weights.py", *SHARED),
+    "scores": (
+        "test_identities.py",
+        "test_folded_weights.py",
+        "test_other_architectures.py",
+        *SHARED,
+    ),
     "ablations": ("test_ablations.py", *SHARED, "test_other_architectures.py", "test_errors.py"),
     "fidelity": ("test_identities.py", *SHARED),
     "measures": ("test_identities.py", "test_other_architectures.py", *SHARED),
@@ -177,6 +182,8 @@ def _header_only(statement: ast.stmt) -> ast.AST:
         return statement.test
     if isinstance(statement, ast.For):
         return statement.iter
+    if isinstance(statement, ast.AnnAssign):
+        return statement.value or ast.Pass(lineno=statement.lineno, col_offset=0)
     if isinstance(statement, (ast.With, ast.Try, ast.FunctionDef, ast.ClassDef)):
         return ast.Pass(lineno=statement.lineno, col_offset=0)
     return statement

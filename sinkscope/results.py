@@ -265,7 +265,7 @@ def claimed(directory: str | os.PathLike[str], *, wait: bool = False) -> Iterato
     """
     path = as_path(directory)
     require_writable(path)
-    key = path.resolve()
+    key: Path | None = path.resolve()
     try:
         import fcntl
     except ImportError:
