@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from sinkscope.massive import MedianRatio as MedianRatio
     from sinkscope.massive import TopK as TopK
     from sinkscope.massive import find_massive_coordinates as find_massive_coordinates
+    from sinkscope.measures import missing_mass as missing_mass
     from sinkscope.measures import patterns as patterns
     from sinkscope.measures import residual_norms as residual_norms
     from sinkscope.measures import sink_position as sink_position
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from sinkscope.prompts import TokenBatch as TokenBatch
     from sinkscope.prompts import load_prompts as load_prompts
     from sinkscope.prompts import token_batch as token_batch
+    from sinkscope.reproduction import load_summary as load_summary
     from sinkscope.reproduction import reproduce as reproduce
     from sinkscope.scores import ScoreTerms as ScoreTerms
     from sinkscope.scores import decompose_scores as decompose_scores
@@ -104,6 +106,7 @@ _HOMES = {
         "find_massive_coordinates",
     ),
     "measures": (
+        "missing_mass",
         "patterns",
         "residual_norms",
         "sink_position",
@@ -113,7 +116,7 @@ _HOMES = {
     ),
     "model": ("ModelView", "model_view"),
     "prompts": ("Prompts", "TokenBatch", "load_prompts", "token_batch"),
-    "reproduction": ("reproduce",),
+    "reproduction": ("load_summary", "reproduce"),
     "scores": (
         "ScoreTerms",
         "decompose_scores",

@@ -57,6 +57,7 @@ class RowPositions:
     """
 
     mask: Mask | None = None
+    _widths: set[int] = field(default_factory=set, repr=False)
 
     def columns(self, tensor: Float[Tensor, "batch pos ..."], position: int) -> Rows:
         """The column of a position in each row.
@@ -77,6 +78,7 @@ class RowPositions:
     def tokens(self, tensor: Float[Tensor, "batch pos ..."]) -> Mask:
         """`[batch pos]`, true where a token is."""
         if self.mask is None:
+            self._refuse_cached_generation(tensor.shape[1])
             return torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
         if self.mask.shape != tensor.shape[:2]:
             raise EditError(
@@ -86,6 +88,18 @@ class RowPositions:
                 fix="pass the batch that runs, as in ablation.applied(model, batch)",
             )
         return self.mask.to(tensor.device)
+
+    def _refuse_cached_generation(self, width: int) -> None:
+        """With a cache the model sees one new token a time, which would pass for position 0."""
+        self._widths.add(width)
+        if width == 1 and max(self._widths) > 1:
+            raise EditError(
+                "An ablation of single positions can't tell where it is in cached generation",
+                expected="whole prompts in each forward pass",
+                got=f"one token after a pass of {max(self._widths)}",
+                fix="generate with use_past_kv_cache=False, or run prompts of one token in a "
+                "block of their own",
+            )
 
     def selection(
         self, tensor: Float[Tensor, "batch pos ..."], positions: tuple[int, ...]
@@ -261,7 +275,14 @@ class FromHook(Ablation):
     name: str
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        return [Edit(self.site, self.fn)]
+        def on_a_copy(tensor: Tensor, hook: Any) -> Any:
+            # A function that edits in place would else write into W_pos itself, of which the
+            # position embedding may be a view.
+            own = tensor.clone()
+            after = self.fn(own, hook=hook)
+            return own if after is None else after
+
+        return [Edit(self.site, on_a_copy)]
 
 
 @dataclass(frozen=True)

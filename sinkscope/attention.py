@@ -109,3 +109,13 @@ def gain_of_norm(
     """What a norm multiplied every entry by: its scale and gain, held at the values of a run."""
     gain = torch.where(before == 0, 0, after / before.where(before != 0, torch.ones_like(before)))
     return gain.transpose(1, 2)
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    """The unit of a dtype's precision."""
+    return float(torch.finfo(dtype).eps)
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether a dtype has 16 bits."""
+    return eps_of(dtype) > eps_of(torch.float32)

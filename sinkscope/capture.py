@@ -22,7 +22,15 @@ from sinkscope.ablations import (
     EditContext,
     refuse_dead_edits,
 )
-from sinkscope.errors import EditError, InvalidInputError, LoadError, NoEffectWarning
+from sinkscope.errors import (
+    EditError,
+    InvalidInputError,
+    LoadError,
+    MemoryLimitError,
+    NoEffectWarning,
+    SmallerBatchWarning,
+)
+from sinkscope.guard import PatternGuard
 from sinkscope.model import HookFn, ModelView, Stopped, stop
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
@@ -230,6 +238,12 @@ def _run_or_load(run: Pass, index: int, chunk: TokenBatch, start: int, store: St
     parts = None if store is None else store.load(index, start, len(run.readers))
     if parts is None:
         parts = run.over(chunk, start)
+        if parts is None:
+            # Pieces of a chunk are not stored: a store knows chunks by their first prompt alone.
+            for piece in chunk.chunks(max(1, len(chunk) // 2)):
+                _run_or_load(run, index, piece, start, None)
+                start += len(piece)
+            return
         if store is not None:
             parts = [{name: kept.cpu() for name, kept in part.items()} for part in parts]
             store.save(index, start, parts)
@@ -274,17 +288,57 @@ class Pass:
         self._last = _last_layer(view, readers)
         self._witnesses: list[_Witness] = []
         self._edits_fit_any_chunk = False
+        self._guard: PatternGuard | None = None
+        self._most: int | None = None
         self._ran = False
 
-    def over(self, chunk: TokenBatch, start: int) -> list[Part]:
+    def over(self, chunk: TokenBatch, start: int) -> list[Part] | None:
         """Run the model over one chunk, within `view.measuring()`; each reader's part of it.
+
+        None where the chunk does not fit in memory: it is to come again in two pieces.
 
         Args:
             chunk: the prompts.
             start: the number of the first of them.
+
+        Raises:
+            MemoryLimitError: a single prompt does not fit.
         """
+        if self._most is not None and len(chunk) > self._most:
+            return None
+        try:
+            self._run(chunk)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            for reader in self.readers:
+                reader.take(start)  # what it read before memory ran out
+            self._smaller(chunk, error)
+            return None
+        return [reader.take(start) for reader in self.readers]
+
+    def _smaller(self, chunk: TokenBatch, error: BaseException) -> None:
+        if len(chunk) == 1:
+            raise MemoryLimitError(
+                "Memory does not suffice for a single prompt",
+                expected=f"room for one prompt of {chunk.ids.shape[1]} tokens",
+                got=str(error)[:200] or type(error).__name__,
+                fix="use shorter prompts, a smaller dtype, fewer layers, or another device",
+            ) from error
+        self._most = len(chunk) // 2
+        warnings.warn(
+            f"{len(chunk)} prompts at once did not fit in memory; {self._view.name} goes on with "
+            f"{self._most} at a time",
+            SmallerBatchWarning,
+            stacklevel=5,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _run(self, chunk: TokenBatch) -> None:
         self._prepare(chunk)
-        waiting = {site for reader in self.readers for site in reader.sites(self._view)}
+        readers = self._all_readers
+        waiting = {site for reader in readers for site in reader.sites(self._view)}
         hooks: list[tuple[Site | str, HookFn]] = [(w.edit.site, w.hook) for w in self._witnesses]
         hooks += self._reading_hooks(chunk, waiting)
         end = None if LOGITS in waiting else self._last + 1
@@ -294,7 +348,10 @@ class Pass:
                 if LOGITS in reader.sites(self._view):
                     reader.read(LOGITS, out, chunk)
         self._ran = True
-        return [reader.take(start) for reader in self.readers]
+
+    @property
+    def _all_readers(self) -> list[Reader | PatternGuard]:
+        return [*self.readers, *([] if self._guard is None else [self._guard])]
 
     def add(self, start: int, parts: Sequence[Part]) -> None:
         """Give each reader its part of a chunk."""
@@ -307,8 +364,9 @@ class Pass:
         if self._edits_fit_any_chunk and unpadded:
             return
         edits = self.ablation.edits(self._view, EditContext.of(chunk))
-        if not self._witnesses:
+        if self._guard is None:
             refuse_dead_edits(self._view, edits)
+            self._guard = _guard(self._view, self.readers, edits)
             self._witnesses = [_Witness(edit) for edit in edits]
         for witness, edit in zip(self._witnesses, edits, strict=True):
             witness.edit = edit
@@ -317,13 +375,13 @@ class Pass:
     def _reading_hooks(
         self, chunk: TokenBatch, waiting: set[Site]
     ) -> list[tuple[Site | str, HookFn]]:
-        at: dict[Site, list[Reader]] = {}
-        for reader in self.readers:
+        at: dict[Site, list[Reader | PatternGuard]] = {}
+        for reader in self._all_readers:
             for site in reader.sites(self._view):
                 if site != LOGITS:
                     at.setdefault(site, []).append(reader)
 
-        def hook_for(site: Site, interested: list[Reader]) -> HookFn:
+        def hook_for(site: Site, interested: list[Reader | PatternGuard]) -> HookFn:
             def read(tensor: Tensor, hook: Any) -> None:
                 if site not in waiting:
                     _refuse_repeats(self._view, site)
@@ -409,6 +467,33 @@ def _refuse_repeats(view: ModelView, site: Site) -> None:
             got="a second call of the hook",
             fix="sinkscope can't read models that run a layer several times",
         )
+
+
+def _guard(view: ModelView, readers: Sequence[Reader], edits: Sequence[Edit]) -> PatternGuard:
+    """A guard of the layers whose patterns are read, but where an edit means to change them.
+
+    Edits are this run's, or hooks that are there already: the user's own.
+    """
+    asked = {s.layer for r in readers for s in r.sites(view) if s.kind == "pattern"}
+    edited = {id(view.hook_point(edit.site)) for edit in edits if not edit.only_looks}
+    kinds = [kind for kind in ("attn_scores", "pattern") if kind in view.sites.names]
+
+    def meant(layer: int) -> bool:
+        points = [view.hook_point(Site(kind, layer)) for kind in kinds]
+        return any(id(point) in edited or point.fwd_hooks for point in points)
+
+    layers = sorted(layer for layer in asked if layer is not None)
+    return PatternGuard(view, [layer for layer in layers if not meant(layer)])
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's own error, Python's, or what torch's CPU allocator raises, a plain RuntimeError."""
+    said = str(error)
+    return (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or "can't allocate memory" in said
+        or "out of memory" in said
+    )
 
 
 def _last_layer(view: ModelView, readers: Sequence[Reader]) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InvalidInputError, SinkscopeError
@@ -164,6 +164,16 @@ def _add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=DTYPES, metavar="T", help=", ".join(DTYPES)
     )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="take weights that are only there as a pickle, which can run its author's code",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that the model brings along",
+    )
 
 
 def _add_model_option(parser: argparse.ArgumentParser) -> None:
@@ -191,37 +201,39 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import write_all
     from sinkscope.reproduction import discard_partial, reproduce
+    from sinkscope.results import claimed
 
     out = _writable_out(arguments)
     group = processes(arguments.device)
-    view = model_view(_load(arguments))
-    prompts = load_prompts(view, arguments.prompts).folded()
-    batch = token_batch(view, prompts, length=arguments.length)
-    title = f"{view.name}: {len(batch)} prompts"
-    with _progress(title, shown=group.is_main) as (total, progress):
-        result = reproduce(
-            view,
-            batch,
-            prompts_source=prompts.source,
-            out=out,
-            batch_size=arguments.batch_size,
-            total=total,
-            progress=progress,
-            group=group,
-            keep_partial=True,
-        )
-    found = None
-    if arguments.survey and group.is_main:
-        with _progress(f"{view.name}: survey", shown=True) as (total, progress):
-            found = survey(
-                view, batch, batch_size=arguments.batch_size, total=total, progress=progress
+    with claimed(out) if group.is_main else nullcontext():
+        view = model_view(_load(arguments))
+        prompts = load_prompts(view, arguments.prompts).folded()
+        batch = token_batch(view, prompts, length=arguments.length)
+        title = f"{view.name}: {len(batch)} prompts"
+        with _progress(title, shown=group.is_main) as (total, progress):
+            result = reproduce(
+                view,
+                batch,
+                prompts_source=prompts.source,
+                out=out,
+                batch_size=arguments.batch_size,
+                total=total,
+                progress=progress,
+                group=group,
+                keep_partial=True,
             )
-    if group.is_main:
-        _print_table1(result, batch)
-        if found is not None:
-            _print_survey(found)
-        write_all(result, out, arguments.plotlyjs, found)
-    discard_partial(out, group)
+        found = None
+        if arguments.survey and group.is_main:
+            with _progress(f"{view.name}: survey", shown=True) as (total, progress):
+                found = survey(
+                    view, batch, batch_size=arguments.batch_size, total=total, progress=progress
+                )
+        if group.is_main:
+            _print_table1(result, batch)
+            if found is not None:
+                _print_survey(found)
+            write_all(result, out, arguments.plotlyjs, found)
+        discard_partial(out, group)
     if not group.is_main:
         return
     _say(f"Written to {out}: report.html, results.json, table1.csv, figures/, arrays/")
@@ -233,7 +245,7 @@ def _mitigate(arguments: argparse.Namespace) -> None:
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import MITIGATION_FORMATS, mitigation_rows, write_mitigation
     from sinkscope.reproduction import provenance
-    from sinkscope.results import dump_json, write_text
+    from sinkscope.results import claimed, dump_json, write_text
     from sinkscope.verdict import mitigation_verdict
 
     if arguments.seeds < 1:
@@ -241,34 +253,37 @@ def _mitigate(arguments: argparse.Namespace) -> None:
             "Too few controls", expected="--seeds of 1 or more", got=f"--seeds {arguments.seeds}"
         )
     out = _writable_out(arguments)
-    view = model_view(_load(arguments))
-    prompts = load_prompts(view, arguments.prompts).folded()
-    batch = token_batch(view, prompts, length=arguments.length)
-    with _progress(f"{view.name}: {len(batch)} prompts", shown=True) as (total, progress):
-        bench = mitigation_bench(
-            view,
-            batch,
-            seeds=range(arguments.seeds),
-            bits=arguments.bits,
-            window=arguments.window,
-            keep_first=arguments.keep_first,
-            batch_size=arguments.batch_size,
-            total=total,
-            progress=progress,
+    with claimed(out):
+        view = model_view(_load(arguments))
+        prompts = load_prompts(view, arguments.prompts).folded()
+        batch = token_batch(view, prompts, length=arguments.length)
+        with _progress(f"{view.name}: {len(batch)} prompts", shown=True) as (total, progress):
+            bench = mitigation_bench(
+                view,
+                batch,
+                seeds=range(arguments.seeds),
+                bits=arguments.bits,
+                window=arguments.window,
+                keep_first=arguments.keep_first,
+                batch_size=arguments.batch_size,
+                total=total,
+                progress=progress,
+            )
+        ran = provenance(view, batch, prompts.source, arguments.batch_size)
+        bench.save(out / "arrays")
+        write_text(out / "mitigation.csv", bench.to_dataframe().to_csv(index=False))
+        content = {"provenance": ran, "mitigation_bench": bench.summary()}
+        write_text(out / "mitigation.json", dump_json(content))
+        write_mitigation(bench, ran, out / "mitigation.html", arguments.plotlyjs)
+        _print_table(
+            [name.replace("_", " ") for name in MITIGATION_FORMATS], mitigation_rows(bench)
         )
-    ran = provenance(view, batch, prompts.source, arguments.batch_size)
-    bench.save(out / "arrays")
-    write_text(out / "mitigation.csv", bench.to_dataframe().to_csv(index=False))
-    content = {"provenance": ran, "mitigation_bench": bench.summary()}
-    write_text(out / "mitigation.json", dump_json(content))
-    write_mitigation(bench, ran, out / "mitigation.html", arguments.plotlyjs)
-    _print_table([name.replace("_", " ") for name in MITIGATION_FORMATS], mitigation_rows(bench))
-    words = mitigation_verdict(bench)
-    for sentence in (words.headline, *words.sentences):
-        _say(sentence)
-    for name, reason in (*bench.not_applicable, *bench.no_control):
-        _say(f"{name}: {reason}")
-    _say(f"Written to {out}: mitigation.html, mitigation.json, mitigation.csv, arrays/")
+        words = mitigation_verdict(bench)
+        for sentence in (words.headline, *words.sentences):
+            _say(sentence)
+        for name, reason in (*bench.not_applicable, *bench.no_control):
+            _say(f"{name}: {reason}")
+        _say(f"Written to {out}: mitigation.html, mitigation.json, mitigation.csv, arrays/")
 
 
 def _writable_out(arguments: argparse.Namespace) -> Path:
@@ -295,31 +310,32 @@ def _survey(arguments: argparse.Namespace) -> None:
     from sinkscope.model import model_view
     from sinkscope.prompts import load_prompts
     from sinkscope.report import survey_html
-    from sinkscope.results import dump_json, write_text
+    from sinkscope.results import claimed, dump_json, write_text
 
     out = _writable_out(arguments)
-    values: list[tuple[Any, ...]] = []
-    for name in arguments.models:
-        view = model_view(_load(arguments, name))
-        prompts = load_prompts(view, arguments.prompts).folded()
-        with _progress(f"{view.name}: {len(prompts)} prompts", shown=True) as (total, progress):
-            found = survey(
-                view,
-                prompts,
-                length=arguments.length,
-                bos=arguments.bos,
-                batch_size=arguments.batch_size,
-                total=total,
-                progress=progress,
-            )
-        _print_survey(found)
-        values += found.values
-        # Written as it grows, so that a model that fails takes no other's row with it.
-        result = Survey(tuple(values))
-        write_text(out / "survey.json", dump_json(result.summary()))
-        write_text(out / "survey.csv", result.to_dataframe().to_csv(index=False))
-    write_text(out / "survey.html", survey_html(result, arguments.plotlyjs))
-    _say(f"Written to {out}: survey.html, survey.json, survey.csv")
+    with claimed(out):
+        values: list[tuple[Any, ...]] = []
+        for name in arguments.models:
+            view = model_view(_load(arguments, name))
+            prompts = load_prompts(view, arguments.prompts).folded()
+            with _progress(f"{view.name}: {len(prompts)} prompts", shown=True) as (total, progress):
+                found = survey(
+                    view,
+                    prompts,
+                    length=arguments.length,
+                    bos=arguments.bos,
+                    batch_size=arguments.batch_size,
+                    total=total,
+                    progress=progress,
+                )
+            _print_survey(found)
+            values += found.values
+            # Written as it grows, so that a model that fails takes no other's row with it.
+            result = Survey(tuple(values))
+            write_text(out / "survey.json", dump_json(result.summary()))
+            write_text(out / "survey.csv", result.to_dataframe().to_csv(index=False))
+        write_text(out / "survey.html", survey_html(result, arguments.plotlyjs))
+        _say(f"Written to {out}: survey.html, survey.json, survey.csv")
 
 
 def _print_survey(found: Survey) -> None:
@@ -422,7 +438,13 @@ def _load(arguments: argparse.Namespace, name: str | None = None) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # libraries warn of their own plans while loading
             model = arguments.model if name is None else name
-            return load_model(model, device=arguments.device, dtype=arguments.dtype)
+            return load_model(
+                model,
+                device=arguments.device,
+                dtype=arguments.dtype,
+                allow_pickle=arguments.allow_pickle,
+                trust_remote_code=arguments.trust_remote_code,
+            )
     finally:
         if bars:
             logging.enable_progress_bar()

@@ -62,8 +62,16 @@ class WriteError(SinkscopeError):
     """A result could not be written."""
 
 
+class MemoryLimitError(SinkscopeError, MemoryError):
+    """Memory does not suffice, not even for one prompt at a time."""
+
+
 class NoEffectWarning(UserWarning):
     """An ablation ran and left its tensor bit for bit as it was."""
+
+
+class SmallerBatchWarning(UserWarning):
+    """Memory did not suffice for a batch, so that the run goes on with half as many prompts."""
 
 
 class BosWarning(UserWarning):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ DEMO_VARIANTS = (
 )
 """Small models that ship beside the demo model; docs/dispensability.md says what each lacks."""
 
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -40,6 +44,8 @@ def load_model(
     tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = torch.float32,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Any:
     """A model as a `TransformerBridge` with raw weights, ready for every function of sinkscope.
 
@@ -51,10 +57,13 @@ def load_model(
         tokenizer: for a model object, which may also do without one and take ids.
         device: CPU if None; a model object stays where it is.
         dtype: of names and directories, float32 if not given; an object keeps its own.
+        allow_pickle: also take weights that are only there as a pickle, which can run code of
+            whoever wrote it when it is read.
+        trust_remote_code: run the model code that a name or directory brings along.
 
     Raises:
-        LoadError: nothing there, files that are not readable, or an architecture that
-            TransformerLens does not know.
+        LoadError: nothing there, files that are not readable, weights that are only there as
+            a pickle, or an architecture that TransformerLens does not know.
         InvalidInputError: an unknown dtype, or an object that is no transformers model.
     """
     dtype = _dtype(dtype)
@@ -71,7 +80,13 @@ def load_model(
             with resources.as_file(demo_directory(str(model))) as path:
                 return _from_directory(path, tokenizer, device, dtype, f"sinkscope-{model}")
         if Path(model).is_dir():
-            return _from_directory(Path(model), tokenizer, device, dtype, Path(model).name)
+            if not allow_pickle:
+                _refuse_pickle(str(model), lambda name: (Path(model) / name).is_file())
+            return _from_directory(
+                *(Path(model), tokenizer, device, dtype, Path(model).name),
+                safetensors=not allow_pickle,
+                remote_code=trust_remote_code,
+            )
         if str(model).startswith("demo-"):
             raise LoadError(
                 f"There is no demo model {str(model)!r}",
@@ -86,7 +101,9 @@ def load_model(
                 got="nothing there",
                 fix="check the path",
             )
-        return _from_hub(str(model), tokenizer, device, dtype)
+        if not allow_pickle:
+            _refuse_pickle(str(model), lambda name: _is_on_hub(str(model), name))
+        return _from_hub(str(model), tokenizer, device, dtype, trust_remote_code)
     if hasattr(model, "hook_dict"):
         raise InvalidInputError(
             "This model is hooked already",
@@ -143,7 +160,37 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype, name: str) -> Any:
+def _refuse_pickle(where: str, has_file: Callable[[str], bool]) -> None:
+    if any(map(has_file, _PICKLES)) and not any(map(has_file, _SAFETENSORS)):
+        raise LoadError(
+            f"The weights of {where!r} are a pickle, which runs code of its author when it is read",
+            expected=_SAFETENSORS[0],
+            got=next(name for name in _PICKLES if has_file(name)),
+            fix="save the model anew with save_pretrained(directory), or pass allow_pickle=True "
+            "if you trust its author",
+        )
+
+
+def _is_on_hub(model: str, file: str) -> bool:
+    """Whether a file is in the hub's cache or on the hub; False where nobody can tell."""
+    from huggingface_hub import file_exists, try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(model, file), str) or file_exists(model, file)
+    except Exception:  # no network, no such name: the loading itself says so better
+        return False
+
+
+def _from_directory(
+    path: Path,
+    tokenizer: Any,
+    device: Any,
+    dtype: torch.dtype,
+    name: str,
+    *,
+    safetensors: bool = True,
+    remote_code: bool = False,
+) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     hf_model: Any
@@ -153,11 +200,14 @@ def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype,
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
-            use_safetensors=True,
+            use_safetensors=True if safetensors else None,
+            trust_remote_code=remote_code,
         )
         hf_model = hf_model.to(device)
         if tokenizer is None and (path / "tokenizer.json").is_file():
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=remote_code
+            )
     except Exception as error:  # readers of damaged files raise anything
         raise LoadError(
             f"The model in {str(path)!r} can't be loaded",
@@ -168,12 +218,16 @@ def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype,
     return _wrap(hf_model, tokenizer, name)
 
 
-def _from_hub(name: str, tokenizer: Any, device: Any, dtype: torch.dtype) -> Any:
+def _from_hub(name: str, tokenizer: Any, device: Any, dtype: torch.dtype, remote_code: bool) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
     try:
         return TransformerBridge.boot_transformers(
-            name, tokenizer=tokenizer, device=str(device), dtype=dtype
+            name,
+            tokenizer=tokenizer,
+            device=str(device),
+            dtype=dtype,
+            trust_remote_code=remote_code,
         )
     except Exception as error:  # network, repository and architecture errors, of many kinds
         raise LoadError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope import metrics
@@ -236,6 +237,40 @@ def sink_position(
 
     view = model_view(model)
     reader = PatternReader(view.layers(layers), position)
+    stream(view, batch, [reader], ablation, batch_size=batch_size)
+    return reader.result()
+
+
+def missing_mass(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None = None,
+    layers: Layers = None,
+    *,
+    batch_size: int | None = None,
+) -> Float[Tensor, "batch layer head query"]:
+    """The share of attention that goes to no key: `1 - sum over keys of pattern[query, key]`.
+
+    0 up to rounding, but where sink logits (gpt-oss) or an edit of the pattern take some: a
+    sink without a token, which the sink score does not see.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        ablation: the untouched model if None.
+        layers: all if None.
+        batch_size: rows per forward pass; all at once if None.
+
+    Returns:
+        `[batch layer head query]`, NaN at padding.
+    """
+
+    def missing(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
+        total = pattern.masked_fill(~visible[:, None], 0).sum(-1)
+        return (1 - total).masked_fill(~mask[:, None, :], NAN)
+
+    view = model_view(model)
+    reader = PatternReader(view.layers(layers), missing)
     stream(view, batch, [reader], ablation, batch_size=batch_size)
     return reader.result()
 

@@ -8,6 +8,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,15 @@ from sinkscope.model import ModelView, model_view
 from sinkscope.partial import FOLDER, Partial, Processes, discard
 from sinkscope.prompts import PAPER_LENGTH, PAPER_SEED, TokenBatch, require_batch
 from sinkscope.published import applies_to, published
-from sinkscope.results import Result, as_path, dump_json, require_writable, write_text
+from sinkscope.results import (
+    Result,
+    as_path,
+    claimed,
+    dump_json,
+    read_json,
+    require_writable,
+    write_text,
+)
 
 SCHEMA_VERSION = 1
 _PACKAGES = ("torch", "transformers", "transformer-lens", "numpy")
@@ -116,11 +125,28 @@ class Reproduction(HtmlTable):
             WriteError: the directory or a file can't be written; files already there stay whole.
         """
         root = as_path(directory)
-        for result in self.results.values():
-            result.save(root / "arrays")
-        write_text(root / "table1.csv", self.table1.to_dataframe().to_csv(index=False))
-        write_text(root / "results.json", dump_json(self.to_dict()))
+        with claimed(root, wait=True):  # two runs that end at once do not mix their files
+            for result in self.results.values():
+                result.save(root / "arrays")
+            write_text(root / "table1.csv", self.table1.to_dataframe().to_csv(index=False))
+            write_text(root / "results.json", dump_json(self.to_dict()))
         return root
+
+
+def load_summary(path: str | Path) -> dict[str, Any]:
+    """What a run's results.json says, as plain values; the arrays load by their own classes.
+
+    Args:
+        path: results.json, or the directory that it is in.
+
+    Raises:
+        LoadError: not there, not JSON, or not what this version writes (`results.schema.json`
+            in the package is the JSON Schema); the file is read as data and never run.
+    """
+    file = as_path(path)
+    file = file / "results.json" if file.is_dir() else file
+    text = (resources.files("sinkscope") / "results.schema.json").read_text("utf-8")
+    return read_json(file, json.loads(text), "results.json")
 
 
 def reproduce(

@@ -13,11 +13,12 @@ import math
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCHEMA_VERSION = 1
+_CLAIMS: set[Path] = set()
 _RUN_AGAIN = "run the experiment again and save it anew"
 
 
@@ -84,22 +86,20 @@ class Result(HtmlTable, ABC):
         path = root / f"{cls.kind}.npz"
         try:
             data = path.read_bytes()
-            with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in stored.files}
-        except Exception as error:  # zip, numpy and the system each have their own errors
-            raise LoadError(
-                f"The arrays in {str(path)!r} can't be read",
-                expected="a file that this result's save() wrote",
-                got=f"{type(error).__name__}: {str(error)[:200]}",
-                fix=_RUN_AGAIN,
-            ) from error
+        except OSError as error:
+            raise _unreadable_arrays(path, error) from error
         if hashlib.sha256(data).hexdigest() != header.get("arrays_sha256"):
-            raise LoadError(
+            raise LoadError(  # before anything is unpacked
                 f"{str(path)!r} does not belong to the {cls.kind}.json beside it",
                 expected="two files from one save()",
                 got="arrays of another save(), or damaged ones",
                 fix=_RUN_AGAIN,
             )
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+        except Exception as error:  # zip, numpy and the system each have their own errors
+            raise _unreadable_arrays(path, error) from error
         values = {name: _read_back(value) for name, value in header["values"].items()}
         names = {field.name for field in fields(cls)}
         if names != set(values) | set(arrays):
@@ -109,6 +109,15 @@ class Result(HtmlTable, ABC):
                 got=", ".join(sorted(set(values) | set(arrays))),
                 fix=_RUN_AGAIN,
             )
+        hints = get_type_hints(cls)
+        for name, value in (values | arrays).items():
+            if not _is_of(value, hints[name]):
+                raise LoadError(
+                    f"In the saved {cls.kind} in {str(root)!r}, {name} is of another type",
+                    expected=str(getattr(hints[name], "__name__", hints[name])),
+                    got=repr(value)[:80],
+                    fix=_RUN_AGAIN,
+                )
         return cls(**values, **arrays)
 
     def __eq__(self, other: object) -> bool:
@@ -117,6 +126,15 @@ class Result(HtmlTable, ABC):
         return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _unreadable_arrays(path: Path, error: Exception) -> LoadError:
+    return LoadError(
+        f"The arrays in {str(path)!r} can't be read",
+        expected="a file that this result's save() wrote",
+        got=f"{type(error).__name__}: {str(error)[:200]}",
+        fix=_RUN_AGAIN,
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -138,9 +156,22 @@ def _spelled(value: Any) -> Any:
 def _read_back(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_read_back(v) for v in value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value.get("float") in ("nan", "inf", "-inf"):
         return float(value["float"])
     return value
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value that was read is of a field's type, of those that results have."""
+    arguments, origin = get_args(hint), get_origin(hint)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return len(value) == len(each) and all(map(_is_of, value, each))
+    if origin is not None:  # of all others only unions are told apart
+        return origin is not UnionType or any(_is_of(value, one) for one in arguments)
+    return type(value) is hint if hint in (bool, int) else isinstance(value, hint)
 
 
 def _read_header(path: Path, kind: str) -> dict[str, Any]:
@@ -218,6 +249,50 @@ def write_bytes(path: Path, data: bytes) -> None:
                 os.unlink(temporary)  # gone already if all went well
 
 
+@contextmanager
+def claimed(directory: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None]:
+    """A directory for the time of a `with` block, which no other process may then claim.
+
+    The claim lies on the directory itself, so that nothing is left behind by a run that was
+    killed. Within one process claims nest. Systems without such locks (Windows) have none.
+
+    Args:
+        directory: made if it is not there.
+        wait: for another's claim to end, rather than to raise.
+
+    Raises:
+        WriteError: another process has it, or it can't be made.
+    """
+    path = as_path(directory)
+    require_writable(path)
+    key: Path | None = path.resolve()
+    try:
+        import fcntl
+    except ImportError:
+        key = None
+    if key is None or key in _CLAIMS:
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise WriteError(
+                f"Another run is writing to {str(path)!r}",
+                expected="a directory for each run",
+                got="one that another process has claimed",
+                fix="wait for its end, or choose another directory",
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        _CLAIMS.add(key)
+        yield
+    finally:
+        _CLAIMS.discard(key)
+        os.close(descriptor)
+
+
 def require_writable(directory: Path) -> None:
     """Raise before a long run if its directory can't be written.
 
@@ -227,6 +302,68 @@ def require_writable(directory: Path) -> None:
     probe = directory / ".sinkscope-probe"
     write_bytes(probe, b"")
     probe.unlink(missing_ok=True)
+
+
+def read_json(path: Path, schema: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A JSON file that fits a schema; it is read as data and never run.
+
+    Args:
+        path: the file.
+        schema: of JSON Schema the words that `misfit` knows.
+        what: what the file should be, for errors.
+
+    Raises:
+        LoadError: not there, not JSON, or not of this schema; says where.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(
+            f"There is no readable {what} at {str(path)!r}",
+            expected="a JSON file that sinkscope wrote",
+            got=f"{type(error).__name__}: {str(error)[:200]}",
+            fix=f"check the path, or {_RUN_AGAIN}",
+        ) from error
+    found = misfit(value, schema)
+    if found is not None:
+        version = value.get("schema") if isinstance(value, dict) else None
+        raise LoadError(
+            f"{str(path)!r} is no {what} of this version",
+            expected=f"schema {schema['properties']['schema']['const']}",
+            got=f"schema {str(version)[:40]!r}; {found}",
+            fix=f"use the sinkscope that wrote it, or {_RUN_AGAIN}",
+        )
+    return value
+
+
+def misfit(value: Any, schema: Mapping[str, Any], where: str = "the file") -> str | None:
+    """Where a value does not fit a schema, in words; None if it does.
+
+    Knows `type`, `const`, `required`, `properties`, `additionalProperties` and `items`.
+    """
+    if "const" in schema and (value != schema["const"] or type(value) is not type(schema["const"])):
+        return f"{where} is not {schema['const']!r}"
+    kinds: dict[str, tuple[type, ...]] = {
+        "object": (dict,),
+        "array": (list,),
+        "string": (str,),
+        "integer": (int,),
+    }
+    wanted = schema.get("type")
+    if wanted is not None and (not isinstance(value, kinds[wanted]) or isinstance(value, bool)):
+        return f"{where} is no {wanted}"
+    if isinstance(value, dict):
+        missing = [name for name in schema.get("required", ()) if name not in value]
+        if missing:
+            return f"{where} has no {missing[0]!r}"
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
+        children = ((f"{k[:40]!r}", v, known.get(k, others)) for k, v in value.items())
+    elif isinstance(value, list):
+        children = ((f"item {n}", v, schema.get("items", {})) for n, v in enumerate(value))
+    else:
+        return None
+    found = (misfit(child, part, f"{name} of {where}") for name, child, part in children)
+    return next((words for words in found if words is not None), None)
 
 
 def dump_json(value: Any) -> str:

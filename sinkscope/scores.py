@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
-from sinkscope.attention import ScoreRule
+from sinkscope.attention import ScoreRule, eps_of, is_half
 from sinkscope.capture import LayerReader, Part, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
@@ -391,9 +391,9 @@ class IdentityReader:
         self._keep(layer, terms, self._rule)
         content, *others = terms.values()
         self._total = sum(others, content)
-        eps = _eps(attn_in.dtype)
+        eps = eps_of(attn_in.dtype)
         if not self._live:  # attention left to transformers, which may compute it in float32
-            eps = max(eps, _eps(torch.float32))
+            eps = max(eps, eps_of(torch.float32))
         self._tolerance = _factor(attn_in.dtype) * eps * max(1.0, size)
         self.tolerance = max(self.tolerance, self._tolerance)
 
@@ -545,20 +545,16 @@ def _pattern_tolerance(of_scores: float, pattern: Tensor, visible: Tensor) -> fl
 
     Many models compute the softmax in float32 whatever their dtype; their row sums tell.
     """
-    eps = _eps(pattern.dtype)
-    if eps > _eps(torch.float32):
+    eps = eps_of(pattern.dtype)
+    if eps > eps_of(torch.float32):
         return min(of_scores, HALF_PATTERN_FACTOR * eps)
     off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0)
     single = bool(off.max() > TOLERANCE_FACTOR * eps)
-    return max(of_scores, TOLERANCE_FACTOR * _eps(torch.float32) if single else 0.0)
+    return max(of_scores, TOLERANCE_FACTOR * eps_of(torch.float32) if single else 0.0)
 
 
 def _factor(dtype: torch.dtype) -> int:
-    return HALF_FACTOR if _eps(dtype) > _eps(torch.float32) else TOLERANCE_FACTOR
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps)
+    return HALF_FACTOR if is_half(dtype) else TOLERANCE_FACTOR
 
 
 def _layer(site: Site) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,55 @@ def test_a_damaged_directory_is_refused(directory: Path, damage: Callable[[Path]
     with pytest.raises(LoadError) as caught:
         ss.load_model(directory)
     assert repr(str(directory)) in parts_of(caught)
+
+
+def test_a_pickle_is_taken_by_name_only(directory: Path) -> None:
+    expected = ss.model_view(ss.load_model(directory)).weights_hash()
+    pickle_only(directory)
+    with pytest.raises(LoadError, match=r"pickle, which runs code.*allow_pickle=True") as caught:
+        ss.load_model(directory)
+    assert "pytorch_model.bin" in parts_of(caught)
+    assert ss.model_view(ss.load_model(directory, allow_pickle=True)).weights_hash() == expected
+
+
+def test_a_pickle_on_the_hub_is_refused_before_it_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sinkscope.loading._from_hub", lambda *args: "loaded")
+    for files, refused in (
+        ({"pytorch_model.bin"}, True),
+        ({"pytorch_model.bin", "model.safetensors"}, False),
+        ({"pytorch_model.bin.index.json"}, True),
+        (set(), False),
+    ):
+        monkeypatch.setattr("sinkscope.loading._is_on_hub", lambda m, f, have=files: f in have)
+        if refused:
+            with pytest.raises(LoadError, match="pickle"):
+                ss.load_model("someone/something")
+        else:
+            assert ss.load_model("someone/something") == "loaded"
+        assert ss.load_model("someone/something", allow_pickle=True) == "loaded"
+
+
+def test_code_that_a_directory_brings_along_runs_by_name_only(directory: Path) -> None:
+    """`auto_map` names a module beside the weights, which transformers would import."""
+    marker = directory / "ran"
+    (directory / "own.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\n"
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "class Config(GPT2Config): pass\n"
+        "class Model(GPT2LMHeadModel): pass\n"
+    )
+    config = json.loads((directory / "config.json").read_text())
+    config["model_type"] = "something-of-its-own"
+    config["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match="can't be loaded"):
+        ss.load_model(directory)
+    assert not marker.exists()
+    with suppress(LoadError):  # what it does then is its author's affair
+        ss.load_model(directory, trust_remote_code=True)
+    assert marker.exists()
 
 
 def test_a_directory_without_tokenizer_takes_ids(directory: Path) -> None:

@@ -34,6 +34,7 @@ ORDER = (
     "prompts",
     "epe",
     "ablations",
+    "guard",
     "capture",
     "scores",
     "fidelity",
