@@ -32,7 +32,7 @@ HALF_PATTERN_FACTOR = 16
 """In half precision patterns hold to this many units: a share of attention is at most 1."""
 
 
-TERMS = ("content", "query_bias", "key_bias", "bias_bias", "position_bias")
+TERMS = ("content", "query_bias", "key_bias", "bias_bias", "position_bias", "soft_cap")
 """The names of all terms; a model has those whose parts it has."""
 
 
@@ -52,10 +52,9 @@ class ScoreTerms(HtmlTable):
         bias_kind: "raw", or "effective" where LN1's bias is part of b_Q: asked for, or merged
             into it by folding.
         max_error: largest |sum of terms - the model's own score| over visible pairs; NaN where
-            the model does not show its scores. With a soft cap the capped sum is compared.
+            the model does not show its scores.
         pattern_error: largest |softmax(sum of terms) - the model's own pattern| there.
         tolerance: what both errors had to stay under.
-        soft_cap: scores are `cap tanh(total / cap)`; None where they are the total.
         sink_logits: `[layer head]`, a score that joins the softmax; None where none does.
     """
 
@@ -66,7 +65,6 @@ class ScoreTerms(HtmlTable):
     max_error: float
     pattern_error: float
     tolerance: float
-    soft_cap: float | None = None
     sink_logits: Float[Tensor, "layer head"] | None = None
 
     def overview(self) -> list[tuple[str, str]]:
@@ -106,6 +104,11 @@ class ScoreTerms(HtmlTable):
         """ALiBi's term: a slope per head times the position."""
         return self._term("position_bias", "no ALiBi positions")
 
+    @property
+    def soft_cap(self) -> LayerPatterns:
+        """What the soft cap m adds to the sum x of the other terms: `m tanh(x / m) - x`."""
+        return self._term("soft_cap", "no soft cap on scores")
+
     def _term(self, name: str, lack: str) -> LayerPatterns:
         if name not in self.terms:
             raise NotApplicableError(
@@ -118,14 +121,9 @@ class ScoreTerms(HtmlTable):
 
     @property
     def total(self) -> LayerPatterns:
-        """The sum of all terms: the model's own score before the mask, and before a soft cap."""
+        """The sum of all terms: the model's own score before the mask."""
         content, *others = self.terms.values()
         return sum(others, content)
-
-    @property
-    def scores(self) -> LayerPatterns:
-        """What enters the softmax: the total, capped where the model caps it."""
-        return ScoreRule(1.0, soft_cap=self.soft_cap).capped(self.total)
 
 
 def decompose_scores(
@@ -357,14 +355,13 @@ class IdentityReader:
         if self._total is None or self._rule is None:
             return
         visible = self._view.visible(layer, chunk.mask).to(tensor.device)[:, None]
-        scores = self._rule.capped(self._total)
         if site.kind == "attn_scores":
-            error = (scores - tensor).abs()
+            error = (self._total - tensor).abs()
             what = "the sum of the terms is not the model's own score"
             worst = _largest(error, visible, self._tolerance, layer, what)
             self.max_error = max(self.max_error, worst)
             return
-        error = (self._rule.pattern(scores, visible) - tensor).abs()
+        error = (self._rule.pattern(self._total, visible) - tensor).abs()
         what = "softmax of the sum of the terms is not the model's own pattern"
         tolerance = self._tolerance
         if self._rule.sink_logits is None:
@@ -450,7 +447,6 @@ class _TermsReader(IdentityReader):
             max_error=self.max_error,
             pattern_error=self.pattern_error,
             tolerance=self.tolerance,
-            soft_cap=self._view.parts.soft_cap,
             sink_logits=torch.stack(list(self._sinks.values())) if self._sinks else None,
         )
 
@@ -515,6 +511,10 @@ def score_terms(
         bias_rows = at_least_single(rule.position_bias)
         terms["position_bias"] = bias_rows.expand(attn_in.shape[0], -1, -1, -1)
         size += float(bias_rows.abs().amax())
+    if rule.soft_cap is not None:
+        content, *others = terms.values()
+        total = sum(others, content)
+        terms["soft_cap"] = rule.capped(total) - total
     return terms, size
 
 
