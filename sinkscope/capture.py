@@ -7,7 +7,7 @@ chunk runs once for all readers and stops after the last layer that one of them 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -104,6 +104,15 @@ def stream(
             if progress is not None:
                 progress(len(chunk))
     _report(view, witnesses.values(), stop)
+
+
+def stack_layers(layers: Iterable[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """`[batch layer ...]` from each layer's chunks.
+
+    Layers of a model that is split over devices come from several; all go to `device`, the
+    one of the token embedding.
+    """
+    return torch.stack([torch.cat(list(chunks)).to(device) for chunks in layers], dim=1)
 
 
 @dataclass

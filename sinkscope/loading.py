@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from sinkscope.errors import InvalidInputError, LoadError
 
 DEMO_NAME = "sinkscope-demo"
+
+SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""The device maps that transformers makes itself."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -27,6 +31,7 @@ def load_model(
     *,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
     dtype: str | torch.dtype = torch.float32,
 ) -> Any:
     """A model as a `TransformerBridge` with raw weights, ready for every function of sinkscope.
@@ -38,14 +43,20 @@ def load_model(
             and its modules are now hooked.
         tokenizer: for a model object, which may also do without one and take ids.
         device: CPU if None; a model object stays where it is.
+        device_map: of names and directories, instead of `device`: which part goes where, as
+            transformers' `from_pretrained` takes it. "auto" spreads a model over all GPUs, or
+            puts it on the CPU where there is none. All weights must fit: sinkscope reads them.
         dtype: of names and directories, float32 if not given; an object keeps its own.
 
     Raises:
         LoadError: nothing there, files that are not readable, or an architecture that
-            TransformerLens does not know.
-        InvalidInputError: an unknown dtype, or an object that is no transformers model.
+            TransformerLens does not know; weights left on disk by `device_map`.
+        InvalidInputError: an unknown dtype, `device` and `device_map` at once, a `device_map`
+            for a model object, or an object that is no transformers model.
     """
     dtype = _dtype(dtype)
+    if device_map is not None:
+        _check_device_map(device_map, device, model)
     device = _device(device)
     if tokenizer is not None and not _is_tokenizer(tokenizer):
         raise InvalidInputError(
@@ -57,9 +68,10 @@ def load_model(
     if isinstance(model, (str, os.PathLike)):
         if str(model) == "demo":
             with resources.as_file(resources.files("sinkscope") / "demo") as path:
-                return _from_directory(path, tokenizer, device, dtype, DEMO_NAME)
+                return _from_directory(path, tokenizer, device, device_map, dtype, DEMO_NAME)
         if Path(model).is_dir():
-            return _from_directory(Path(model), tokenizer, device, dtype, Path(model).name)
+            path = Path(model)
+            return _from_directory(path, tokenizer, device, device_map, dtype, path.name)
         if isinstance(model, os.PathLike) or str(model).startswith((".", "/", "~")):
             raise LoadError(
                 f"There is no directory {str(model)!r}",
@@ -67,7 +79,7 @@ def load_model(
                 got="nothing there",
                 fix="check the path",
             )
-        return _from_hub(str(model), tokenizer, device, dtype)
+        return _from_hub(str(model), tokenizer, device, device_map, dtype)
     if hasattr(model, "hook_dict"):
         raise InvalidInputError(
             "This model is hooked already",
@@ -118,7 +130,53 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype, name: str) -> Any:
+def _check_device_map(device_map: Any, device: Any, model: Any) -> None:
+    if device is not None:
+        raise InvalidInputError(
+            "A model goes to one device or over several",
+            expected="device or device_map, not both",
+            got=f"device={device!r} and device_map={device_map!r:.80}",
+            fix="leave one of them out",
+        )
+    if not isinstance(model, (str, os.PathLike)):
+        raise InvalidInputError(
+            "A model object stays where it is, so device_map has nothing to place",
+            expected="device_map with a name or a directory",
+            got=type(model).__name__,
+            fix="pass device_map to transformers' from_pretrained, and the model without it here",
+        )
+    if isinstance(device_map, str) and device_map not in SPREADS:
+        _device(device_map)
+    elif not isinstance(device_map, (str, Mapping)) or not device_map:
+        raise InvalidInputError(
+            "This is no device map",
+            expected=f"one of {', '.join(SPREADS)}, a device, or a dict of module names to devices",
+            got=repr(device_map)[:80],
+            fix="use 'auto'",
+        )
+
+
+def _refuse_offloaded(hf_model: Any) -> None:
+    """Weights that lie elsewhere until their layer runs can't be read beside a run."""
+    absent = [name for name, weight in hf_model.named_parameters() if weight.is_meta]
+    if absent:
+        raise LoadError(
+            "The devices have no room for the whole model, or its device map leaves parts out",
+            expected="all weights on devices that compute",
+            got=f"{len(absent)} weights elsewhere, such as {absent[0]}",
+            fix="use dtype='bfloat16', a smaller model, or a device_map without 'disk' and without "
+            "'cpu' beside GPUs",
+        )
+
+
+def _from_directory(
+    path: Path,
+    tokenizer: Any,
+    device: torch.device,
+    device_map: Any,
+    dtype: torch.dtype,
+    name: str,
+) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     hf_model: Any
@@ -129,10 +187,15 @@ def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype,
             attn_implementation="eager",
             local_files_only=True,
             use_safetensors=True,
+            device_map=device_map,
         )
-        hf_model = hf_model.to(device)
+        if device_map is None:
+            hf_model = hf_model.to(device)
+        _refuse_offloaded(hf_model)
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except LoadError:
+        raise
     except Exception as error:  # readers of damaged files raise anything
         raise LoadError(
             f"The model in {str(path)!r} can't be loaded",
@@ -143,13 +206,20 @@ def _from_directory(path: Path, tokenizer: Any, device: Any, dtype: torch.dtype,
     return _wrap(hf_model, tokenizer, name)
 
 
-def _from_hub(name: str, tokenizer: Any, device: Any, dtype: torch.dtype) -> Any:
+def _from_hub(
+    name: str, tokenizer: Any, device: torch.device, device_map: Any, dtype: torch.dtype
+) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
+    place = {"device": str(device)} if device_map is None else {"device_map": device_map}
     try:
-        return TransformerBridge.boot_transformers(
-            name, tokenizer=tokenizer, device=str(device), dtype=dtype
+        bridge = TransformerBridge.boot_transformers(
+            name, tokenizer=tokenizer, dtype=dtype, **place
         )
+        _refuse_offloaded(bridge.original_model)
+        return bridge
+    except LoadError:
+        raise
     except Exception as error:  # network, repository and architecture errors, of many kinds
         raise LoadError(
             f"The model {name!r} can't be loaded from the Hugging Face hub",

@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope import metrics
 from sinkscope._types import LayerPatterns, Layers, PerHead, PerHeadInt, PerKey
 from sinkscope.ablations import Ablation
-from sinkscope.capture import stream
+from sinkscope.capture import stack_layers, stream
 from sinkscope.errors import IdentityError
 from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
@@ -35,9 +35,11 @@ class LayerReader:
     def __init__(self, kind: str, layers: Sequence[int], reduce: Reduce) -> None:
         self._kind = kind
         self._reduce = reduce
+        self._device = torch.device("cpu")
         self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def sites(self, view: ModelView) -> Sequence[Site]:
+        self._device = view.device
         return [Site(self._kind, layer) for layer in self._seen]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
@@ -47,7 +49,7 @@ class LayerReader:
 
     def result(self) -> Tensor:
         """`[batch layer ...]`, layers in the order they were chosen."""
-        return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
+        return stack_layers(self._seen.values(), self._device)
 
 
 class PatternReader:
@@ -60,10 +62,12 @@ class PatternReader:
     def __init__(self, layers: Sequence[int], metric: PatternMetric) -> None:
         self._metric = metric
         self._view: ModelView | None = None
+        self._device = torch.device("cpu")
         self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def sites(self, view: ModelView) -> Sequence[Site]:
         self._view = view
+        self._device = view.device
         return [Site("pattern", layer) for layer in self._seen]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
@@ -76,7 +80,7 @@ class PatternReader:
 
     def result(self) -> Tensor:
         """`[batch layer ...]`, layers in the order they were chosen."""
-        return torch.stack([torch.cat(seen) for seen in self._seen.values()], dim=1)
+        return stack_layers(self._seen.values(), self._device)
 
 
 def _refuse_nan(what: str, at_tokens: Tensor) -> None:

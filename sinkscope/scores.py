@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
 from sinkscope.attention import ScoreRule
-from sinkscope.capture import stream
+from sinkscope.capture import stack_layers, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
 from sinkscope.errors import IdentityError, InvalidInputError, NotApplicableError
@@ -272,9 +272,11 @@ class AttnInReader:
     def __init__(self, layers: tuple[int, ...], coordinates: list[int] | None = None) -> None:
         self._layers = layers
         self._coordinates = coordinates
+        self._device = torch.device("cpu")
         self._seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def sites(self, view: ModelView) -> Sequence[Site]:
+        self._device = view.device
         return [Site("attn_in", layer) for layer in self._layers]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
@@ -283,7 +285,7 @@ class AttnInReader:
 
     def result(self) -> Float[Tensor, "batch layer pos d"]:
         """`[batch layer pos d]`."""
-        return torch.stack([torch.cat(self._seen[layer]) for layer in self._layers], dim=1)
+        return stack_layers((self._seen[layer] for layer in self._layers), self._device)
 
 
 class ShiftReader:
@@ -297,6 +299,7 @@ class ShiftReader:
                 got=repr(convention),
                 fix="choose one of these",
             )
+        self._device = view.device
         self._gamma = coordinate_alignment(view, layers=layers)
         self._scales = [view.attention_scale(layer) for layer in layers]
         self._convention = convention
@@ -308,7 +311,7 @@ class ShiftReader:
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
         index = self._layers.index(_layer(site))
-        delta = torch.einsum("bpd,hd->bhp", tensor, self._gamma[index])
+        delta = torch.einsum("bpd,hd->bhp", tensor, self._gamma[index].to(tensor.device))
         masked = ~chunk.mask[:, None, :].to(delta.device)
         if self._convention == "score":
             delta = delta * self._scales[index]
@@ -318,7 +321,7 @@ class ShiftReader:
 
     def result(self) -> PerKey:
         """`[batch layer head pos]`."""
-        return torch.stack([torch.cat(self._seen[layer]) for layer in self._layers], dim=1)
+        return stack_layers((self._seen[layer] for layer in self._layers), self._device)
 
 
 class IdentityReader:
@@ -345,7 +348,7 @@ class IdentityReader:
         self._view = view
         self._layers = layers
         self._bias = bias
-        self._live = view.scores_are_live()
+        self._live = "attn_scores" in view.sites.names and view.scores_are_live()
         self._seen: dict[str, Tensor] = {}
         self._rule: ScoreRule | None = None
         self._total: Tensor | None = None
@@ -437,8 +440,9 @@ class _TermsReader(IdentityReader):
         n = batch.ids.shape[1]
         stacked = {}
         for name in self._terms[self._layers[0]][0]:
-            per_layer = [torch.cat([c[name] for c in self._terms[la]]) for la in self._layers]
-            stacked[name] = torch.stack(per_layer, dim=1).expand(-1, -1, -1, n, n)
+            per_layer = ([chunk[name] for chunk in self._terms[la]] for la in self._layers)
+            together = stack_layers(per_layer, self._view.device)
+            stacked[name] = together.expand(-1, -1, -1, n, n)
         return ScoreTerms(
             terms=MappingProxyType(stacked),
             visible=torch.stack([self._view.visible(la, batch.mask) for la in self._layers], 1),
@@ -448,7 +452,9 @@ class _TermsReader(IdentityReader):
             pattern_error=self.pattern_error,
             tolerance=self.tolerance,
             soft_cap=self._view.parts.soft_cap,
-            sink_logits=torch.stack(list(self._sinks.values())) if self._sinks else None,
+            sink_logits=torch.stack([sinks.to(self._view.device) for sinks in self._sinks.values()])
+            if self._sinks
+            else None,
         )
 
 
@@ -509,7 +515,7 @@ def score_terms(
     q_size, k_size = (size.masked_fill(padding, 0).amax((1, 2)) for size in sizes)
     size = abs(rule.scale) * float((q_size * k_size).amax())
     if rule.position_bias is not None:
-        bias_rows = at_least_single(rule.position_bias)
+        bias_rows = at_least_single(rule.position_bias).to(attn_in.device)
         terms["position_bias"] = bias_rows.expand(attn_in.shape[0], -1, -1, -1)
         size += float(bias_rows.abs().amax())
     return terms, size

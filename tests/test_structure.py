@@ -38,6 +38,7 @@ ORDER = (
     "scores",
     "fidelity",
     "measures",
+    "testing",
     "results",
     "published",
     "experiments",

@@ -99,7 +99,7 @@ class _FirstPromptReader:
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
         if site.layer is not None and site.layer not in self._seen:
             tokens = chunk.mask[0].to(tensor.device)
-            self._seen[site.layer] = tensor[0][:, tokens][:, :, tokens].clone()
+            self._seen[site.layer] = tensor[0][:, tokens][:, :, tokens].cpu().clone()
 
     def result(self) -> np.ndarray:
         return to_numpy(torch.stack([self._seen[layer] for layer in self._layers]))

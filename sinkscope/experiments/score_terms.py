@@ -111,11 +111,11 @@ class _QueryReader(IdentityReader):
         n = terms["content"].shape[-1]
         keys = self._keys.to(terms["content"].device)
         rows = {
-            name: term[:1].expand(-1, -1, n, n)[:, :, self._column, keys].clone()
+            name: term[:1].expand(-1, -1, n, n)[:, :, self._column, keys].cpu().clone()
             for name, term in terms.items()
         }
         content, *others = rows.values()
-        sees = self._visible[layer].to(keys.device)[None, None]
+        sees = self._visible[layer].cpu()[None, None]
         scores = rule.capped(sum(others, content))[:, :, None]
         attention = rule.pattern(scores, sees[:, :, None])[:, :, 0]
         self.kept[layer] = (rows, attention.masked_fill(~sees, NAN))
