@@ -655,6 +655,7 @@ class ModelView(HtmlTable):
         gain, bias = getattr(ln1, "w", None), getattr(ln1, "b", None)
 
         def with_gain(tensor: Tensor, hook: Any) -> None:
+            tensor = tensor.to(self.dtype)  # half precision is normed in float32
             tensor = tensor if gain is None else tensor * gain
             if fn(tensor if bias is None else tensor + bias, hook=hook) is not None:
                 raise NotApplicableError(

@@ -136,15 +136,21 @@ def check_model_view(view: Any, *, seed: int = 0, n_tokens: int = 8) -> Conforma
     state = _State.of(view)
     trial = _Trial(view, seed, n_tokens)
     found: dict[str, Check] = {}
+    roots: dict[str, list[str]] = {}
     for name, grounds, ask in _CHECKS:
-        failing = [ground for ground in grounds if found[ground].status != HOLDS]
-        failing = [g for g in failing if found[g].status == FAILS or g in trial.unasked]
+        failing = [
+            n
+            for n, check in found.items()
+            if check.status == FAILS
+            and (n in grounds or any(n in roots.get(ground, ()) for ground in grounds))
+        ]
         if failing:
-            trial.unasked.add(name)
+            roots[name] = failing
             detail = f"not asked, since it builds on what fails: {', '.join(failing)}"
             found[name] = Check(name, NOT_APPLICABLE, detail)
             continue
-        found[name] = Check(name, *_answer(ask, trial))
+        with view.measuring():
+            found[name] = Check(name, *_answer(ask, trial))
     found["no trace"] = Check("no trace", *_answer(state.unchanged, trial))
     return Conformance(tuple(found.values()), view.name)
 
@@ -155,8 +161,7 @@ class _Failure(Exception):
 
 def _answer(ask: Callable[[_Trial], str], trial: _Trial) -> tuple[str, str]:
     try:
-        with trial.view.measuring():
-            return HOLDS, ask(trial)
+        return HOLDS, ask(trial)
     except _Failure as failure:
         return FAILS, str(failure)
     except NotApplicableError as error:
@@ -214,7 +219,6 @@ class _Trial:
     view: ModelView
     seed: int
     n_tokens: int
-    unasked: set[str] = field(default_factory=set)
     ids: Ids = field(init=False)
     seen: _Seen = field(init=False)
     missing: dict[Site, str] = field(default_factory=dict)
@@ -469,8 +473,16 @@ def _require_projection(what: str, ours: Tensor, run: Tensor, view: ModelView) -
 def _visible(trial: _Trial) -> str:
     view = trial.view
     mask = torch.ones_like(trial.ids, dtype=torch.bool)
+    # Shares that round to 0 are none of the mask's; without queries all visible keys share.
+    zero = [
+        (site, lambda q, hook: torch.zeros_like(q))
+        for site in (Site("q", layer) for layer in trial.layers)
+        if site in trial.seen.tensors
+    ]
+    level = trial.run(edits=zero)
     for layer in trial.layers:
-        pattern = trial.seen[Site("pattern", layer)].to("cpu").float()
+        site = Site("pattern", layer)
+        pattern = torch.cat((trial.seen[site], level[site]), 1).to("cpu").float()
         visible = view.visible(layer, mask).to("cpu")
         if visible.shape != (len(mask), trial.n_tokens, trial.n_tokens):
             raise _Failure(f"visible({layer}) is {list(visible.shape)}, not [batch query key]")
@@ -665,8 +677,7 @@ class _State:
         )
 
     def unchanged(self, trial: _Trial) -> str:
-        with torch.set_grad_enabled(bool(self.values["gradient mode"])):
-            now = _State.of(trial.view).values
+        now = _State.of(trial.view).values
         changed = [name for name, value in self.values.items() if now[name] != value]
         if changed:
             raise _Failure(f"runs changed {', '.join(changed)}")
