@@ -7,7 +7,7 @@ chunk runs once for all readers and stops as soon as every one of them has read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -122,8 +122,10 @@ class LayerReader(KeepingReader):
         self._kind = kind
         self._layers = tuple(layers)
         self._reduce = reduce
+        self._device = torch.device("cpu")
 
     def sites(self, view: ModelView) -> Sequence[Site]:
+        self._device = view.device
         return [Site(self._kind, layer) for layer in self._layers]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
@@ -132,7 +134,7 @@ class LayerReader(KeepingReader):
 
     def result(self) -> Tensor:
         """`[batch layer ...]`, layers in the order they were chosen."""
-        return torch.stack([self.joined(str(layer)) for layer in self._layers], dim=1)
+        return stack_layers(([self.joined(str(layer))] for layer in self._layers), self._device)
 
 
 def stream(
@@ -434,6 +436,15 @@ class Pass:
                     NoEffectWarning,
                     stacklevel=4,
                 )
+
+
+def stack_layers(layers: Iterable[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """`[batch layer ...]` from each layer's chunks.
+
+    Layers of a model that is split over devices come from several; all go to `device`, the
+    one of the token embedding.
+    """
+    return torch.stack([torch.cat(list(chunks)).to(device) for chunks in layers], dim=1)
 
 
 @dataclass

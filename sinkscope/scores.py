@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
 from sinkscope.attention import ScoreRule, eps_of, is_half
-from sinkscope.capture import LayerReader, Part, stream
+from sinkscope.capture import LayerReader, Part, stack_layers, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
 from sinkscope.errors import IdentityError, InvalidInputError, NotApplicableError
@@ -292,7 +292,7 @@ class ShiftReader(LayerReader):
         self._convention = convention
 
     def _shift(self, attn_in: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
-        delta = torch.einsum("bpd,hd->bhp", attn_in, self._gamma[layer])
+        delta = torch.einsum("bpd,hd->bhp", attn_in, self._gamma[layer].to(attn_in.device))
         masked = ~chunk.mask[:, None, :].to(delta.device)
         if self._convention == "score":
             delta = delta * self._scales[layer]
@@ -325,7 +325,7 @@ class IdentityReader:
         self._view = view
         self._layers = layers
         self._bias = bias
-        self._live = view.scores_are_live()
+        self._live = "attn_scores" in view.sites.names and view.scores_are_live()
         self._seen: dict[str, Tensor] = {}
         self._rule: ScoreRule | None = None
         self._total: Tensor | None = None
@@ -437,8 +437,9 @@ class _TermsReader(IdentityReader):
         chunks = [self._parts[start] for start in sorted(self._parts)]
         stacked = {}
         for name in (n for n in TERMS if f"{n}.{self._layers[0]}" in chunks[0]):
-            per_layer = [torch.cat([c[f"{name}.{la}"] for c in chunks]) for la in self._layers]
-            stacked[name] = torch.stack(per_layer, dim=1).expand(-1, -1, -1, n, n)
+            per_layer = ([c[f"{name}.{la}"] for c in chunks] for la in self._layers)
+            together = stack_layers(per_layer, self._view.device)
+            stacked[name] = together.expand(-1, -1, -1, n, n)
         return ScoreTerms(
             terms=MappingProxyType(stacked),
             visible=torch.stack([self._view.visible(la, batch.mask) for la in self._layers], 1),
@@ -447,7 +448,9 @@ class _TermsReader(IdentityReader):
             max_error=self.max_error,
             pattern_error=self.pattern_error,
             tolerance=self.tolerance,
-            sink_logits=torch.stack(list(self._sinks.values())) if self._sinks else None,
+            sink_logits=torch.stack([sinks.to(self._view.device) for sinks in self._sinks.values()])
+            if self._sinks
+            else None,
         )
 
 
@@ -508,7 +511,7 @@ def score_terms(
     q_size, k_size = (size.masked_fill(padding, 0).amax((1, 2)) for size in sizes)
     size = abs(rule.scale) * float((q_size * k_size).amax())
     if rule.position_bias is not None:
-        bias_rows = at_least_single(rule.position_bias)
+        bias_rows = at_least_single(rule.position_bias).to(attn_in.device)
         terms["position_bias"] = bias_rows.expand(attn_in.shape[0], -1, -1, -1)
         size += float(bias_rows.abs().amax())
     if rule.soft_cap is not None:
