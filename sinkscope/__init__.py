@@ -1,8 +1,8 @@
 """sinkscope: find, explain and test attention sinks in hooked transformer models.
 
-The way through: a model (`load_model`, `model_view`), prompts (`token_batch`), weights
-(`extract_epe`, `coordinate_alignment`, `epe_bias_alignment`, `query_bias`,
-`find_massive_coordinates`), runs (`decompose_scores`, `source_agnostic_shift`,
+The way through: a model (`load_model`, `model_view`, `register_model_view`), prompts
+(`token_batch`), weights (`extract_epe`, `coordinate_alignment`, `epe_bias_alignment`,
+`query_bias`, `find_massive_coordinates`), runs (`decompose_scores`, `source_agnostic_shift`,
 `epe_fidelity`, `patterns`, `sink_score`, `sink_rate`, `sink_position`, `value_norms`,
 `residual_norms`), changes (`ablations`, `PAPER_CONDITIONS`), the paper's results
 (`experiments`, `reproduce`), which circuit a model uses (`survey`), what a mitigation costs
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from sinkscope.measures import value_norms as value_norms
     from sinkscope.model import ModelView as ModelView
     from sinkscope.model import model_view as model_view
+    from sinkscope.model import register_model_view as register_model_view
     from sinkscope.prompts import Prompts as Prompts
     from sinkscope.prompts import TokenBatch as TokenBatch
     from sinkscope.prompts import load_prompts as load_prompts
@@ -114,7 +115,7 @@ _HOMES = {
         "sink_score",
         "value_norms",
     ),
-    "model": ("ModelView", "model_view"),
+    "model": ("ModelView", "model_view", "register_model_view"),
     "prompts": ("Prompts", "TokenBatch", "load_prompts", "token_batch"),
     "reproduction": ("load_summary", "reproduce"),
     "scores": (
@@ -128,7 +129,7 @@ _HOMES = {
     "sweep": ("HeadSweep", "head_sweep"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("ablations", "experiments", "metrics", "mitigations", "plots", "published")
+_MODULES = ("ablations", "experiments", "metrics", "mitigations", "plots", "published", "testing")
 
 __all__ = sorted([*_HOME_OF, "ablations", "experiments", "mitigations", "plots"])  # noqa: PLE0605
 

@@ -397,11 +397,12 @@ class _SwapDirections(Ablation):
     """
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        u_0, u_1 = self._directions(extract_epe(view))
+        directions = self._directions(extract_epe(view))
 
         def swap(mlp_out: Tensor, hook: Any) -> Tensor:
             index = torch.arange(mlp_out.shape[0], device=mlp_out.device)
             out = mlp_out.clone()
+            u_0, u_1 = (u.to(out.device) for u in directions)
             zero, one = context.rows.columns(out, 0), context.rows.columns(out, 1)
             amount = (mlp_out[index, zero] @ u_0)[:, None]
             out[index, zero] += amount * (u_1 - u_0)
@@ -705,7 +706,7 @@ def _key_column_pair(
     positions: tuple[int, ...] | None,
 ) -> tuple[Edit, Edit]:
     """Look at what enters W_K, then take these coordinates' share off the keys."""
-    W_K = view.block(layer).attn.W_K.detach()
+    W_K = view.key_weights(layer)
     if heads is not None and W_K.shape[0] != view.n_heads:
         raise NotApplicableError(
             "Key columns can't be removed for single heads: this model's heads share keys",

@@ -39,7 +39,7 @@ class Rotation:
     def __call__(self, x: Float[Tensor, "batch head pos d_head"]) -> Tensor:
         """`[batch head pos d_head]`, every position turned by its own angle."""
         n = self.cos.shape[-1]
-        cos, sin = (t.to(x.dtype)[:, None] for t in (self.cos, self.sin))
+        cos, sin = (t.to(x)[:, None] for t in (self.cos, self.sin))
         turning, rest = x[..., :n], x[..., n:]
         if self.adjacent:
             turned = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
@@ -84,7 +84,7 @@ class ScoreRule:
 
     def _carried(self, x: Tensor, gain: Tensor | None) -> Tensor:
         if gain is not None:
-            x = x * gain.to(x.dtype)
+            x = x * gain.to(x)
         return x if self.rotation is None else self.rotation(x)
 
     def capped(self, total: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class ScoreRule:
         scores = scores.masked_fill(~visible, -math.inf)
         if self.sink_logits is None:
             return scores.softmax(-1)
-        sink = self.sink_logits.to(scores.dtype)[None, :, None, None]
+        sink = self.sink_logits.to(scores)[None, :, None, None]
         sink = sink.expand(*scores.shape[:-1], 1)
         return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 

@@ -7,7 +7,7 @@ chunk runs once for all readers and stops as soon as every one of them has read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -122,8 +122,10 @@ class LayerReader(KeepingReader):
         self._kind = kind
         self._layers = tuple(layers)
         self._reduce = reduce
+        self._device = torch.device("cpu")
 
     def sites(self, view: ModelView) -> Sequence[Site]:
+        self._device = view.device
         return [Site(self._kind, layer) for layer in self._layers]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
@@ -132,7 +134,7 @@ class LayerReader(KeepingReader):
 
     def result(self) -> Tensor:
         """`[batch layer ...]`, layers in the order they were chosen."""
-        return torch.stack([self.joined(str(layer)) for layer in self._layers], dim=1)
+        return stack_layers(([self.joined(str(layer))] for layer in self._layers), self._device)
 
 
 def stream(
@@ -218,10 +220,7 @@ def run_passes(
             if store is not None and not store.mine(number):
                 others.append((start, len(chunk)))
                 continue
-            for index, run in enumerate(passes):
-                _run_or_load(run, index, chunk, start, store)
-                if progress is not None:
-                    progress(len(chunk))
+            _run_chunk(passes, chunk, start, store, progress)
             if store is not None:
                 store.close(start)
     if store is not None:
@@ -234,20 +233,36 @@ def run_passes(
         run.report()
 
 
-def _run_or_load(run: Pass, index: int, chunk: TokenBatch, start: int, store: Store | None) -> None:
-    parts = None if store is None else store.load(index, start, len(run.readers))
-    if parts is None:
-        parts = run.over(chunk, start)
+def _run_chunk(
+    passes: Sequence[Pass],
+    chunk: TokenBatch,
+    start: int,
+    store: Store | None,
+    progress: Progress | None,
+) -> None:
+    """All passes over a chunk; in pieces where it does not fit in memory.
+
+    Readers then get the pieces' parts over those that earlier passes made of the whole chunk:
+    parts count by their first prompt, and the pieces begin where the chunk does. Pieces are not
+    stored, since a store knows chunks by their first prompt alone.
+    """
+    for index, run in enumerate(passes):
+        parts = None if store is None else store.load(index, start, len(run.readers))
         if parts is None:
-            # Pieces of a chunk are not stored: a store knows chunks by their first prompt alone.
-            for piece in chunk.chunks(max(1, len(chunk) // 2)):
-                _run_or_load(run, index, piece, start, None)
-                start += len(piece)
-            return
-        if store is not None:
-            parts = [{name: kept.cpu() for name, kept in part.items()} for part in parts]
-            store.save(index, start, parts)
-    run.add(start, parts)
+            parts = run.over(chunk, start)
+            if parts is None:
+                for piece in chunk.chunks(max(1, len(chunk) // 2)):
+                    _run_chunk(passes, piece, start, None, None)
+                    start += len(piece)
+                if progress is not None:
+                    progress(len(chunk) * (len(passes) - index))
+                return
+            if store is not None:
+                parts = [{name: kept.cpu() for name, kept in part.items()} for part in parts]
+                store.save(index, start, parts)
+        run.add(start, parts)
+        if progress is not None:
+            progress(len(chunk))
 
 
 def _add_from_another(passes: Sequence[Pass], start: int, store: Store) -> None:
@@ -421,6 +436,15 @@ class Pass:
                     NoEffectWarning,
                     stacklevel=4,
                 )
+
+
+def stack_layers(layers: Iterable[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """`[batch layer ...]` from each layer's chunks.
+
+    Layers of a model that is split over devices come from several; all go to `device`, the
+    one of the token embedding.
+    """
+    return torch.stack([torch.cat(list(chunks)).to(device) for chunks in layers], dim=1)
 
 
 @dataclass

@@ -140,6 +140,15 @@ class Survey(Result):
 
     values: tuple[tuple[Any, ...], ...]
 
+    def __post_init__(self) -> None:
+        if any(len(row) != len(fields(SurveyRow)) for row in self.values):
+            raise InvalidInputError(
+                "The rows of a survey have other columns",
+                expected=", ".join(f.name for f in fields(SurveyRow)),
+                got=", ".join(str(len(row)) for row in self.values) + " values",
+                fix="run the survey again",
+            )
+
     @property
     def rows(self) -> tuple[SurveyRow, ...]:
         """The rows, one a model."""
@@ -451,7 +460,16 @@ class _LeadReader(IdentityReader):
         self._coordinates = list(coordinates)
         self._chunk: TokenBatch | None = None
         self._now: dict[str, float] = {}
-        self.parts: dict[str, float] = {}
+        self._parts: dict[int, Part] = {}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Each term's sum over prompts, heads and layers, and that of the coordinates."""
+        sums: dict[str, float] = {}
+        for part in self._parts.values():
+            for name in (n for n in (*TERMS, SHARE_OF_COORDINATES) if n in part):
+                sums[name] = sums.get(name, 0.0) + float(part[name])
+        return sums
 
     @property
     def whole(self) -> float:
@@ -469,9 +487,7 @@ class _LeadReader(IdentityReader):
 
     def add(self, start: int, part: Part) -> None:
         super().add(start, part)
-        for name in (*TERMS, SHARE_OF_COORDINATES):
-            if name in part:
-                self.parts[name] = self.parts.get(name, 0.0) + float(part[name])
+        self._parts[start] = part
 
     def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
         if self._chunk is None:

@@ -407,7 +407,7 @@ def _decompose(arguments: argparse.Namespace) -> None:
     _say(f"{view.name}, layer {layer}, head {head}, query {query}; scores before the softmax")
     kept = [term[0, 0, head, query] for term in (*terms.terms.values(), terms.total)]
     rule = ScoreRule(1.0, sink_logits=None if terms.sink_logits is None else terms.sink_logits[0])
-    row = terms.scores[:, 0, :, query : query + 1]
+    row = terms.total[:, 0, :, query : query + 1]
     pattern = rule.pattern(row, terms.visible[:, :, query : query + 1].to(row.device))[0, head, 0]
     rows = [
         [str(key), repr(view.tokenizer.decode([int(batch.ids[0, key])]))]

@@ -99,7 +99,8 @@ class LossReader(KeepingReader):
     """Collects each prompt's loss; see `next_token_loss`."""
 
     def __init__(self, view: ModelView) -> None:
-        if getattr(view.model.cfg, "attention_dir", "causal") == "bidirectional":
+        two = torch.ones(1, 2, dtype=torch.bool)
+        if any(bool(view.visible(layer, two)[0, 0, 1]) for layer in range(view.n_layers)):
             raise NotApplicableError(
                 "Next-token loss is not applicable: this model sees the tokens to be predicted",
                 expected="a causal model",

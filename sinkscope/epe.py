@@ -99,12 +99,12 @@ def query_bias(
         )
     if kind == "raw":
         view.require_raw_weights("The raw query bias")
-        return torch.stack([view.b_Q(layer) for layer in chosen])
+        return torch.stack([view.b_Q(layer).to(view.device) for layer in chosen])
     view.require_norm_in_front("The effective query bias")
     biases = [view.query_bias(layer, kind) for layer in chosen]
     if any(bias is None for bias in biases):
         view.require_query_bias()
-    return torch.stack([bias for bias in biases if bias is not None])
+    return torch.stack([bias.to(view.device) for bias in biases if bias is not None])
 
 
 def coordinate_alignment(
@@ -130,7 +130,7 @@ def coordinate_alignment(
     biases = query_bias(view, kind, chosen)
     return torch.stack(
         [
-            torch.einsum("hde,he->hd", view.W_K(layer), bias)
+            torch.einsum("hde,he->hd", view.W_K(layer).to(bias.device), bias)
             for layer, bias in zip(chosen, biases, strict=True)
         ]
     )
@@ -170,7 +170,7 @@ def epe_bias_alignment(
     epe = extract_epe(view, through_ln=through_ln).vectors[:n_positions]
     cosines = []
     for layer in view.layers(layers):
-        keys = torch.einsum("pd,hde->hpe", epe, view.W_K(layer))
-        bias = view.b_Q(layer)[:, None, :].expand_as(keys)
+        keys = torch.einsum("pd,hde->hpe", epe, view.W_K(layer).to(epe.device))
+        bias = view.b_Q(layer).to(epe.device)[:, None, :].expand_as(keys)
         cosines.append(cosine(keys, bias))
     return torch.stack(cosines)

@@ -50,6 +50,10 @@ class IdentityError(SinkscopeError):
     """A decomposition does not add up to what the model itself computed."""
 
 
+class ConformanceError(SinkscopeError):
+    """A model view does not give what the protocol of `ModelView` says."""
+
+
 class EditError(SinkscopeError):
     """An ablation could not be carried out where it was asked for."""
 

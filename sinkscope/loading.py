@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ DEMO_VARIANTS = (
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
+SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""The device maps that transformers makes itself."""
+
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -43,6 +47,7 @@ def load_model(
     *,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
+    device_map: str | dict[str, Any] | None = None,
     dtype: str | torch.dtype = torch.float32,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -56,6 +61,9 @@ def load_model(
             does: it still computes the same, and its modules are now hooked.
         tokenizer: for a model object, which may also do without one and take ids.
         device: CPU if None; a model object stays where it is.
+        device_map: of names and directories, instead of `device`: which part goes where, as
+            transformers' `from_pretrained` takes it. "auto" spreads a model over all GPUs, or
+            puts it on the CPU where there is none. All weights must fit: sinkscope reads them.
         dtype: of names and directories, float32 if not given; an object keeps its own.
         allow_pickle: also take weights that are only there as a pickle, which can run code of
             whoever wrote it when it is read.
@@ -63,10 +71,14 @@ def load_model(
 
     Raises:
         LoadError: nothing there, files that are not readable, weights that are only there as
-            a pickle, or an architecture that TransformerLens does not know.
-        InvalidInputError: an unknown dtype, or an object that is no transformers model.
+            a pickle, or an architecture that TransformerLens does not know; weights left on
+            disk by `device_map`.
+        InvalidInputError: an unknown dtype, `device` and `device_map` at once, a `device_map`
+            for a model object, or an object that is no transformers model.
     """
     dtype = _dtype(dtype)
+    if device_map is not None:
+        _check_device_map(device_map, device, model)
     device = _device(device)
     if tokenizer is not None and not _is_tokenizer(tokenizer):
         raise InvalidInputError(
@@ -76,17 +88,14 @@ def load_model(
             fix="load it with transformers.AutoTokenizer.from_pretrained(...)",
         )
     if isinstance(model, (str, os.PathLike)):
+        place = _Place(device, device_map, dtype, not allow_pickle, trust_remote_code)
         if str(model) in ("demo", *DEMO_VARIANTS):
             with resources.as_file(demo_directory(str(model))) as path:
-                return _from_directory(path, tokenizer, device, dtype, f"sinkscope-{model}")
+                return _from_directory(path, tokenizer, place, f"sinkscope-{model}")
         if Path(model).is_dir():
             if not allow_pickle:
                 _refuse_pickle(str(model), lambda name: (Path(model) / name).is_file())
-            return _from_directory(
-                *(Path(model), tokenizer, device, dtype, Path(model).name),
-                safetensors=not allow_pickle,
-                remote_code=trust_remote_code,
-            )
+            return _from_directory(Path(model), tokenizer, place, Path(model).name)
         if str(model).startswith("demo-"):
             raise LoadError(
                 f"There is no demo model {str(model)!r}",
@@ -103,7 +112,7 @@ def load_model(
             )
         if not allow_pickle:
             _refuse_pickle(str(model), lambda name: _is_on_hub(str(model), name))
-        return _from_hub(str(model), tokenizer, device, dtype, trust_remote_code)
+        return _from_hub(str(model), tokenizer, place)
     if hasattr(model, "hook_dict"):
         raise InvalidInputError(
             "This model is hooked already",
@@ -181,33 +190,79 @@ def _is_on_hub(model: str, file: str) -> bool:
         return False
 
 
-def _from_directory(
-    path: Path,
-    tokenizer: Any,
-    device: Any,
-    dtype: torch.dtype,
-    name: str,
-    *,
-    safetensors: bool = True,
-    remote_code: bool = False,
-) -> Any:
+def _check_device_map(device_map: Any, device: Any, model: Any) -> None:
+    if device is not None:
+        raise InvalidInputError(
+            "A model goes to one device or over several",
+            expected="device or device_map, not both",
+            got=f"device={device!r} and device_map={device_map!r:.80}",
+            fix="leave one of them out",
+        )
+    if not isinstance(model, (str, os.PathLike)):
+        raise InvalidInputError(
+            "A model object stays where it is, so device_map has nothing to place",
+            expected="device_map with a name or a directory",
+            got=type(model).__name__,
+            fix="pass device_map to transformers' from_pretrained, and the model without it here",
+        )
+    if isinstance(device_map, str) and device_map not in SPREADS:
+        _device(device_map)
+    elif not isinstance(device_map, (str, Mapping)) or not device_map:
+        raise InvalidInputError(
+            "This is no device map",
+            expected=f"one of {', '.join(SPREADS)}, a device, or a dict of module names to devices",
+            got=repr(device_map)[:80],
+            fix="use 'auto'",
+        )
+
+
+def _refuse_offloaded(hf_model: Any) -> None:
+    """Weights that lie elsewhere until their layer runs can't be read beside a run."""
+    absent = [name for name, weight in hf_model.named_parameters() if weight.is_meta]
+    if absent:
+        raise LoadError(
+            "The devices have no room for the whole model, or its device map leaves parts out",
+            expected="all weights on devices that compute",
+            got=f"{len(absent)} weights elsewhere, such as {absent[0]}",
+            fix="use dtype='bfloat16', a smaller model, or a device_map without 'disk' and without "
+            "'cpu' beside GPUs",
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model goes, in what precision, and what may be read of it."""
+
+    device: torch.device
+    device_map: Any
+    dtype: torch.dtype
+    safetensors: bool
+    remote_code: bool
+
+
+def _from_directory(path: Path, tokenizer: Any, place: _Place, name: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     hf_model: Any
     try:
         hf_model = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=dtype,
+            dtype=place.dtype,
             attn_implementation="eager",
             local_files_only=True,
-            use_safetensors=True if safetensors else None,
-            trust_remote_code=remote_code,
+            use_safetensors=True if place.safetensors else None,
+            trust_remote_code=place.remote_code,
+            device_map=place.device_map,
         )
-        hf_model = hf_model.to(device)
+        if place.device_map is None:
+            hf_model = hf_model.to(place.device)
+        _refuse_offloaded(hf_model)
         if tokenizer is None and (path / "tokenizer.json").is_file():
             tokenizer = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=remote_code
+                path, local_files_only=True, trust_remote_code=place.remote_code
             )
+    except LoadError:
+        raise
     except Exception as error:  # readers of damaged files raise anything
         raise LoadError(
             f"The model in {str(path)!r} can't be loaded",
@@ -218,17 +273,23 @@ def _from_directory(
     return _wrap(hf_model, tokenizer, name)
 
 
-def _from_hub(name: str, tokenizer: Any, device: Any, dtype: torch.dtype, remote_code: bool) -> Any:
+def _from_hub(name: str, tokenizer: Any, place: _Place) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
+    where: dict[str, Any] = {"device_map": place.device_map}
+    if place.device_map is None:
+        where = {"device": str(place.device)}
     try:
-        return TransformerBridge.boot_transformers(
+        bridge = TransformerBridge.boot_transformers(
             name,
             tokenizer=tokenizer,
-            device=str(device),
-            dtype=dtype,
-            trust_remote_code=remote_code,
+            dtype=place.dtype,
+            trust_remote_code=place.remote_code,
+            **where,
         )
+        _refuse_offloaded(bridge.original_model)
+    except LoadError:
+        raise
     except Exception as error:  # network, repository and architecture errors, of many kinds
         raise LoadError(
             f"The model {name!r} can't be loaded from the Hugging Face hub",
@@ -236,6 +297,7 @@ def _from_hub(name: str, tokenizer: Any, device: Any, dtype: torch.dtype, remote
             got=f"{type(error).__name__}: {str(error)[:300]}",
             fix="check the name and the network, or pass a local directory",
         ) from error
+    return bridge
 
 
 def _wrap(hf_model: Any, tokenizer: Any, name: str) -> Any:

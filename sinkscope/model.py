@@ -10,26 +10,36 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sinkscope._types import Layers, Mask, Residual
+from sinkscope._types import Ids, Layers, Mask, Residual
 from sinkscope.attention import Rotation, ScoreRule, gain_of_norm
 from sinkscope.display import HtmlTable
-from sinkscope.errors import InvalidInputError, NotApplicableError, ProcessedWeightsError
+from sinkscope.errors import (
+    InvalidInputError,
+    NotApplicableError,
+    ProcessedWeightsError,
+    SinkscopeError,
+)
 from sinkscope.metrics import causal_visibility, full_visibility, position_ids
 from sinkscope.parts import Parts, find_parts, sink_logits_of, weight_of
 from sinkscope.sites import Site, SiteMap, site_map
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from sinkscope.prompts import TokenBatch
 
 HookFn = Callable[..., Tensor | None]
 """A TransformerLens hook function: `fn(tensor, hook)` gives a new tensor, or None to leave it."""
+
+Predicate = Callable[[Any], bool]
+Builder = Callable[[Any], "ModelView"]
 
 _HOW_TO_LOAD_RAW = (
     "load without weight processing: sinkscope.load_model(name), "
@@ -42,7 +52,10 @@ _HOW_TO_LOAD_RAW = (
 class ModelView(HtmlTable):
     """A hooked model, seen through the few questions that sinkscope asks.
 
-    Made by `model_view`; every function of sinkscope accepts a model or its view.
+    Made by `model_view`; every function of sinkscope accepts a model or its view. Everything
+    else reads models through these methods alone. A model that is not in TransformerLens'
+    shape gets a subclass that overrides those that it answers otherwise, see
+    `register_model_view` and `sinkscope.testing.check_model_view`.
 
     Attributes:
         model: the hooked model itself; the view holds no copy of its weights.
@@ -62,6 +75,46 @@ class ModelView(HtmlTable):
     n_ctx: int
     name: str
     tokenizer: Any = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """The view on a model in TransformerLens' shape: `cfg`, `blocks`, `embed`, `hook_dict`.
+
+        A subclass that only changes a method or two is its own builder, as in
+        `register_model_view(is_mine, MyView.of)`.
+
+        Raises:
+            InvalidInputError: the object is not a hooked model in TransformerLens' shape.
+        """
+        cfg = getattr(model, "cfg", None)
+        missing = [n for n in ("blocks", "hook_dict", "embed") if not hasattr(model, n)]
+        if cfg is None or missing:
+            raise InvalidInputError(
+                "This is not a hooked model that sinkscope can read",
+                expected="a TransformerBridge or HookedTransformer (cfg, blocks, embed, hook_dict)",
+                got=type(model).__name__,
+                fix="wrap a transformers model or a name with sinkscope.load_model(...), or tell "
+                "how to read your own kind with sinkscope.register_model_view(...)",
+            )
+        n_heads = int(cfg.n_heads)
+        parts = find_parts(model)
+        sites = site_map(lambda name: _hook_point(model, name) is not None)
+        if not parts.learned_positions:  # the hook may be there, and is never called
+            sites = replace(sites, names={k: n for k, n in sites.names.items() if k != "pos_embed"})
+        return cls(
+            model=model,
+            sites=sites,
+            parts=parts,
+            n_layers=len(model.blocks),
+            n_heads=n_heads,
+            n_key_value_heads=int(getattr(cfg, "n_key_value_heads", None) or n_heads),
+            d_model=int(cfg.d_model),
+            d_head=int(cfg.d_head),
+            d_vocab=int(weight_of(model.embed, "W_E").shape[0]),
+            n_ctx=int(cfg.n_ctx),
+            name=str(getattr(cfg, "model_name", None) or type(model).__name__),
+            tokenizer=getattr(model, "tokenizer", None),
+        )
 
     def overview(self) -> list[tuple[str, str]]:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
@@ -108,6 +161,10 @@ class ModelView(HtmlTable):
         """The key weights of a layer; heads that share keys get the same matrix each."""
         return self._per_query_head(self.block(layer).attn.W_K.detach())
 
+    def key_weights(self, layer: int) -> Float[Tensor, "kv_head d_model d_head"]:
+        """`W_K` with one matrix for each key head, as the hook of `k` has them."""
+        return self.W_K(layer)[:: self.n_heads // self.n_key_value_heads]
+
     def b_Q(self, layer: int) -> Float[Tensor, "head d_head"]:
         """The query bias as it stands in the weights.
 
@@ -153,6 +210,8 @@ class ModelView(HtmlTable):
 
     def ln1_bias(self, layer: int) -> Float[Tensor, " d_model"] | None:
         """The bias beta of the first normalisation, or None where it has none."""
+        if self.parts.normalization == "none":
+            return None
         ln1 = self.block(layer).ln1
         bias = getattr(ln1, "bias", None) if hasattr(ln1, "weight") else getattr(ln1, "b", None)
         return bias.detach() if isinstance(bias, Tensor) else None
@@ -160,13 +219,14 @@ class ModelView(HtmlTable):
     def attention_scale(self, layer: int) -> float:
         """The factor on q.k, from the model's own attention and configuration.
 
-        `1/sqrt(d_head)`, 1 where the model does not scale, and divided by `layer + 1` where it
-        scales by the inverse layer index.
+        `1/sqrt(d_head)` where nothing is said of it, 1 where the model does not scale, and
+        divided by `layer + 1` where it scales by the inverse layer index.
         """
         hf_config = self._hf_config
-        cfg = self.model.cfg
+        cfg = self._cfg
         if hf_config is None:
-            scale = 1.0 / float(cfg.attn_scale) if cfg.use_attn_scale else 1.0
+            divisor = float(getattr(cfg, "attn_scale", self.d_head**0.5))
+            scale = 1.0 / divisor if getattr(cfg, "use_attn_scale", True) else 1.0
             inverse = getattr(cfg, "scale_attn_by_inverse_layer_idx", False)
         elif hasattr(hf_config, "scale_attn_weights"):
             scale = self.d_head**-0.5 if hf_config.scale_attn_weights else 1.0
@@ -177,6 +237,11 @@ class ModelView(HtmlTable):
             default = 1.0 if hf_config.model_type == "gpt_neo" else self.d_head**-0.5
             return default if own is None else float(own)
         return scale / (layer + 1) if inverse else scale
+
+    @property
+    def _cfg(self) -> Any | None:
+        """TransformerLens' configuration; None on a model of another shape."""
+        return getattr(self.model, "cfg", None)
 
     @property
     def _hf_config(self) -> Any | None:
@@ -217,13 +282,17 @@ class ModelView(HtmlTable):
             key_gain=gains[1],
             position_bias=self._alibi(layer, mask),
             soft_cap=self.parts.soft_cap,
-            sink_logits=sink_logits_of(self.block(layer).attn),
+            sink_logits=self.sink_logits(layer),
         )
+
+    def sink_logits(self, layer: int) -> Float[Tensor, " head"] | None:
+        """The learned scores of attending to nothing, None where there are none."""
+        return sink_logits_of(self.block(layer).attn) if self.parts.sink_logits else None
 
     def _norm_gain(self, seen: Mapping[str, Tensor], kind: str) -> Tensor | None:
         if not self.parts.qk_norm:
             return None
-        if getattr(self.model.cfg, "qk_norm_after_rope", False):
+        if getattr(self._cfg, "qk_norm_after_rope", False):
             raise NotApplicableError(
                 "Not applicable: this model norms queries and keys after turning them",
                 expected="norms in front of the rotary positions",
@@ -255,7 +324,7 @@ class ModelView(HtmlTable):
     def _rotation(self, layer: int, seen: Mapping[str, Tensor], mask: Mask) -> Rotation | None:
         if self.parts.positions != "rotary":
             return None
-        cfg = self.model.cfg
+        cfg = self._cfg
         if "rotary_cos" in self.sites.names:
             if "rotary_cos" not in seen:
                 return None  # a layer without positions in a model with rotary ones
@@ -265,7 +334,7 @@ class ModelView(HtmlTable):
         if hasattr(attention, "rotary_cos"):
             tables = (attention.rotary_cos, attention.rotary_sin)
             cos, sin = (table[positions.to(table.device)] for table in tables)
-            return Rotation(cos, sin, bool(cfg.rotary_adjacent_pairs))
+            return Rotation(cos, sin, bool(getattr(cfg, "rotary_adjacent_pairs", False)))
         # GPT-J keeps sines beside cosines in one table, one column for each pair.
         owner = getattr(self.model, "original_model", None)
         modules = () if owner is None else owner.modules()
@@ -315,6 +384,13 @@ class ModelView(HtmlTable):
                 "The first layer of this model has no MLP",
                 fix="use a measure that does not need the effective positional encoding",
             )
+        if getattr(self.block(0), "ln2_post", None) is not None:
+            raise NotApplicableError(
+                "Not applicable: a norm lies behind the first MLP, so it adds something else",
+                expected="an MLP whose output is added to the residual stream",
+                got=self.name,
+                fix="read the mlp_out of a run",
+            )
         mlp = self.block(0).mlp
         activation = getattr(self.block(0), "original_component", None)
         activation = getattr(activation, "activation_fn", None)
@@ -324,15 +400,16 @@ class ModelView(HtmlTable):
                 and mlp.original_component is self.block(0).original_component
             ):
                 # An OPT layer holds its MLP's two maps itself: there is no module to call.
-                return mlp.out(activation(getattr(mlp, "in")(x)))
+                return mlp.out(activation(getattr(mlp, "in")(x))).to(x.device)
             try:
                 out = mlp(x)
-            except RuntimeError as error:  # the bridge's own refusal where MLPs have no module
+            except (RuntimeError, TypeError) as error:
+                # The bridge's own refusal where MLPs have no module; BLOOM's takes the residual.
                 raise NotApplicableError(
                     "The first MLP of this model can't be run by itself",
                     got=str(error)[:200],
                 ) from error
-        return out[0] if isinstance(out, tuple) else out
+        return (out[0] if isinstance(out, tuple) else out).to(x.device)
 
     def first_ln2(self, x: Residual) -> Residual:
         """`LN2_0(x)`, the normalisation in front of the first layer's MLP."""
@@ -340,7 +417,12 @@ class ModelView(HtmlTable):
         if ln2 is None:
             raise NotApplicableError("The first layer of this model has no LN2")
         with self.measuring(), _hooks_silenced(ln2):
-            return ln2(x)
+            return ln2(x).to(x.device)
+
+    @property
+    def architecture(self) -> str:
+        """The architecture's name, "unknown" where the model does not tell."""
+        return str(getattr(self._cfg, "architecture", None) or "unknown")
 
     def weights_hash(self) -> str:
         """SHA-256 over the model's parameters in the order of their names."""
@@ -358,9 +440,10 @@ class ModelView(HtmlTable):
         """The sliding window of a layer in tokens, None where every earlier key is seen."""
         config = self._hf_config
         if config is None:
-            cfg = self.model.cfg
-            local = getattr(cfg, "use_local_attn", False) and cfg.attn_types[layer] == "local"
-            return int(cfg.window_size) if local else None
+            cfg = self._cfg
+            if cfg is None or not getattr(cfg, "use_local_attn", False):
+                return None
+            return int(cfg.window_size) if cfg.attn_types[layer] == "local" else None
         kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
         size = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
         if size is None or (kinds and kinds[layer] not in ("sliding_attention", "local")):
@@ -374,7 +457,7 @@ class ModelView(HtmlTable):
             layer: 0-based.
             mask: `[batch pos]`, true where a token is.
         """
-        if getattr(self.model.cfg, "attention_dir", "causal") == "bidirectional":
+        if getattr(self._cfg, "attention_dir", "causal") == "bidirectional":
             return full_visibility(mask)
         return causal_visibility(mask, self.window(layer))
 
@@ -448,7 +531,7 @@ class ModelView(HtmlTable):
 
     def require_norm_in_front(self, what: str) -> None:
         """Raise unless a normalisation lies in front of the attention."""
-        if not self._runs_in_order("ln1", "q"):
+        if self.parts.normalization != "none" and not self._runs_in_order("ln1", "q"):
             raise NotApplicableError(
                 f"{what} is not applicable: the norm lies behind the attention",
                 expected="a normalisation in front of W_Q and W_K",
@@ -535,7 +618,8 @@ class ModelView(HtmlTable):
         Where TransformerBridge leaves attention to transformers it fires both hooks after the
         fact, and with the pattern at both: scores can't be read there and neither be edited.
         """
-        return self._runs_in_order("attn_scores", "pattern", "z")
+        kinds = ("attn_scores", "pattern", "z")
+        return self._runs_in_order(*(kind for kind in kinds if kind in self.sites.names))
 
     def _runs_in_order(self, *kinds: str) -> bool:
         """Whether the first layer passes these sites in this order, seen on two tokens.
@@ -553,7 +637,7 @@ class ModelView(HtmlTable):
         ids = torch.zeros(1, min(2, self.n_ctx), dtype=torch.long, device=self.device)
         probe = [(Site(kind, 0), note(kind)) for kind in kinds]
         with self.measuring(), _hooks_silenced(self.model), self.hooks(probe):
-            self.model(ids, stop_at_layer=1, return_type=None)
+            self.run(ids, stop_at_layer=1)
         return tuple(dict.fromkeys(order)) == kinds
 
     def resolve(self, site: Site | str, fn: HookFn) -> tuple[Any, HookFn]:
@@ -571,6 +655,7 @@ class ModelView(HtmlTable):
         gain, bias = getattr(ln1, "w", None), getattr(ln1, "b", None)
 
         def with_gain(tensor: Tensor, hook: Any) -> None:
+            tensor = tensor.to(self.dtype)  # half precision is normed in float32
             tensor = tensor if gain is None else tensor * gain
             if fn(tensor if bias is None else tensor + bias, hook=hook) is not None:
                 raise NotApplicableError(
@@ -611,18 +696,40 @@ class ModelView(HtmlTable):
             batch: the prompts.
             stop_at_layer: neither this layer nor any later one runs, nor the output head.
         """
-        kwargs: dict[str, Any] = {}
-        if not bool(batch.mask.all()):
-            kwargs["attention_mask"] = batch.mask.to(self.device).long()
+        mask = None if bool(batch.mask.all()) else batch.mask.to(self.device)
         ends: list[tuple[Site | str, HookFn]] = []
         if stop_at_layer is not None and "resid_post" in self.sites.names:
             # Models that stop at a layer by themselves can't stop in front of the output head.
             ends = [(Site("resid_post", stop_at_layer - 1), lambda tensor, hook: stop())]
-        elif stop_at_layer is not None and stop_at_layer < self.n_layers:
-            kwargs |= {"stop_at_layer": stop_at_layer, "return_type": None}
+            stop_at_layer = None
+        elif stop_at_layer is not None and stop_at_layer >= self.n_layers:
+            stop_at_layer = None
         with suppress(Stopped), self.hooks(ends):
-            return self.model(batch.ids.to(self.device), **kwargs)
+            return self.run(batch.ids.to(self.device), mask, stop_at_layer)
         return None
+
+    def run(self, ids: Ids, mask: Mask | None = None, stop_at_layer: int | None = None) -> Any:
+        """Call the model: the only place where that is done.
+
+        Args:
+            ids: `[batch pos]`, on the view's device.
+            mask: `[batch pos]`, true where a token is; None where every place holds one.
+                Positions count from each row's first token, and nobody sees a masked key.
+            stop_at_layer: the first layer that does not run; all run if None.
+
+        Returns:
+            The output, logits in most models; or the residual stream `[batch pos d_model]`
+            entering `stop_at_layer`.
+
+        Raises:
+            NotApplicableError: (an override's) a mask on a model that takes none.
+        """
+        kwargs: dict[str, Any] = {}
+        if stop_at_layer is not None:
+            kwargs = {"stop_at_layer": stop_at_layer, "return_type": None}
+        if mask is not None:
+            kwargs["attention_mask"] = mask.long()
+        return self.model(ids, **kwargs)
 
 
 class Stopped(BaseException):
@@ -638,37 +745,98 @@ def model_view(model: Any) -> ModelView:
     """The view on a hooked model; a view is given back as it is.
 
     Args:
-        model: a `TransformerBridge`, a `HookedTransformer`, or a `ModelView`.
+        model: a `TransformerBridge`, a `HookedTransformer`, a `ModelView`, or a model of a
+            kind that `register_model_view` was told of.
 
     Raises:
-        InvalidInputError: the object is not a hooked model in TransformerLens' shape.
+        InvalidInputError: the object is none of these.
     """
     if isinstance(model, ModelView):
         return model
-    cfg = getattr(model, "cfg", None)
-    missing = [n for n in ("blocks", "hook_dict", "embed") if not hasattr(model, n)]
-    if cfg is None or missing:
+    for registration in _REGISTRATIONS:
+        if registration.takes(model):
+            return registration.build(model)
+    return ModelView.of(model)
+
+
+@dataclass(frozen=True, eq=False)
+class _Registration:
+    """For which models a builder makes the view."""
+
+    predicate: Predicate
+    builder: Builder
+
+    def takes(self, model: Any) -> bool:
+        try:
+            return bool(self.predicate(model))
+        except Exception as error:  # an author's function may raise anything
+            raise InvalidInputError(
+                f"A registered predicate fails on a {type(model).__name__}",
+                expected="True or False for any object",
+                got=f"{type(error).__name__}: {str(error)[:200]}",
+                fix="let it ask no more than isinstance(model, ...) or hasattr(model, ...)",
+            ) from error
+
+    def build(self, model: Any) -> ModelView:
+        try:
+            view = self.builder(model)
+        except SinkscopeError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(
+                f"The registered builder fails on this {type(model).__name__}",
+                expected="a ModelView",
+                got=f"{type(error).__name__}: {str(error)[:200]}",
+                fix="check the builder, or the predicate that sent this model to it",
+            ) from error
+        if not isinstance(view, ModelView):
+            raise InvalidInputError(
+                f"The registered builder made no view of this {type(model).__name__}",
+                expected="a ModelView, or an object of a subclass",
+                got=type(view).__name__,
+                fix="return MyView(...) from the builder",
+            )
+        return view
+
+
+_REGISTRATIONS: list[_Registration] = []
+"""The latest first."""
+
+
+def register_model_view(predicate: Predicate, builder: Builder) -> Callable[[], None]:
+    """Teach `model_view`, and so every function of sinkscope, to read models of your own.
+
+    The latest registration is asked first, and all of them before what sinkscope knows of
+    TransformerLens. Registering a predicate again replaces what it stood for.
+
+    Args:
+        predicate: `predicate(model)`, true for the models that the builder is for.
+        builder: `builder(model)` gives a `ModelView`; it is called for each measure, so it
+            should do no more than read sizes. `MyView.of` will do for a model in
+            TransformerLens' shape.
+
+    Returns:
+        A function that takes the registration back.
+
+    Raises:
+        InvalidInputError: not two functions. On use: a predicate or builder that fails, or a
+            builder that gives something else than a view.
+    """
+    if not callable(predicate) or not callable(builder):
         raise InvalidInputError(
-            "This is not a hooked model that sinkscope can read",
-            expected="a TransformerBridge or HookedTransformer (cfg, blocks, embed, hook_dict)",
-            got=type(model).__name__,
-            fix="wrap a transformers model or a name with sinkscope.load_model(...)",
+            "A view is registered by two functions",
+            expected="predicate(model) -> bool and builder(model) -> ModelView",
+            got=f"{predicate!r:.60} and {builder!r:.60}",
+            fix="pass functions, such as lambda model: isinstance(model, MyModel) and MyView.of",
         )
-    n_heads = int(cfg.n_heads)
-    return ModelView(
-        model=model,
-        sites=site_map(lambda name: _hook_point(model, name) is not None),
-        parts=find_parts(model),
-        n_layers=len(model.blocks),
-        n_heads=n_heads,
-        n_key_value_heads=int(getattr(cfg, "n_key_value_heads", None) or n_heads),
-        d_model=int(cfg.d_model),
-        d_head=int(cfg.d_head),
-        d_vocab=int(weight_of(model.embed, "W_E").shape[0]),
-        n_ctx=int(cfg.n_ctx),
-        name=str(getattr(cfg, "model_name", None) or type(model).__name__),
-        tokenizer=getattr(model, "tokenizer", None),
-    )
+    registration = _Registration(predicate, builder)
+    _REGISTRATIONS[:] = [r for r in _REGISTRATIONS if r.predicate != predicate]
+    _REGISTRATIONS.insert(0, registration)
+
+    def unregister() -> None:
+        _REGISTRATIONS[:] = [r for r in _REGISTRATIONS if r is not registration]
+
+    return unregister
 
 
 # --- checks of arguments ------------------------------------------------------------------

@@ -264,7 +264,7 @@ def provenance(
     return {
         "sinkscope": sinkscope.__version__,
         "model": view.name,
-        "architecture": str(getattr(view.model.cfg, "architecture", None) or "unknown"),
+        "architecture": view.architecture,
         "weights_sha256": view.weights_hash(),
         "dtype": str(view.dtype).removeprefix("torch."),
         "device": str(view.device),

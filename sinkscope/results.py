@@ -169,6 +169,8 @@ def _is_of(value: Any, hint: Any) -> bool:
             return False
         each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         return len(value) == len(each) and all(map(_is_of, value, each))
+    if hint is Any:
+        return True
     if origin is not None:  # of all others only unions are told apart
         return origin is not UnionType or any(_is_of(value, one) for one in arguments)
     return type(value) is hint if hint in (bool, int) else isinstance(value, hint)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
 from sinkscope.attention import ScoreRule, eps_of, is_half
-from sinkscope.capture import LayerReader, Part, stream
+from sinkscope.capture import LayerReader, Part, stack_layers, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
 from sinkscope.errors import IdentityError, InvalidInputError, NotApplicableError
@@ -32,7 +32,7 @@ HALF_PATTERN_FACTOR = 16
 """In half precision patterns hold to this many units: a share of attention is at most 1."""
 
 
-TERMS = ("content", "query_bias", "key_bias", "bias_bias", "position_bias")
+TERMS = ("content", "query_bias", "key_bias", "bias_bias", "position_bias", "soft_cap")
 """The names of all terms; a model has those whose parts it has."""
 
 
@@ -52,10 +52,9 @@ class ScoreTerms(HtmlTable):
         bias_kind: "raw", or "effective" where LN1's bias is part of b_Q: asked for, or merged
             into it by folding.
         max_error: largest |sum of terms - the model's own score| over visible pairs; NaN where
-            the model does not show its scores. With a soft cap the capped sum is compared.
+            the model does not show its scores.
         pattern_error: largest |softmax(sum of terms) - the model's own pattern| there.
         tolerance: what both errors had to stay under.
-        soft_cap: scores are `cap tanh(total / cap)`; None where they are the total.
         sink_logits: `[layer head]`, a score that joins the softmax; None where none does.
     """
 
@@ -66,7 +65,6 @@ class ScoreTerms(HtmlTable):
     max_error: float
     pattern_error: float
     tolerance: float
-    soft_cap: float | None = None
     sink_logits: Float[Tensor, "layer head"] | None = None
 
     def overview(self) -> list[tuple[str, str]]:
@@ -106,6 +104,11 @@ class ScoreTerms(HtmlTable):
         """ALiBi's term: a slope per head times the position."""
         return self._term("position_bias", "no ALiBi positions")
 
+    @property
+    def soft_cap(self) -> LayerPatterns:
+        """What the soft cap m adds to the sum x of the other terms: `m tanh(x / m) - x`."""
+        return self._term("soft_cap", "no soft cap on scores")
+
     def _term(self, name: str, lack: str) -> LayerPatterns:
         if name not in self.terms:
             raise NotApplicableError(
@@ -118,14 +121,9 @@ class ScoreTerms(HtmlTable):
 
     @property
     def total(self) -> LayerPatterns:
-        """The sum of all terms: the model's own score before the mask, and before a soft cap."""
+        """The sum of all terms: the model's own score before the mask."""
         content, *others = self.terms.values()
         return sum(others, content)
-
-    @property
-    def scores(self) -> LayerPatterns:
-        """What enters the softmax: the total, capped where the model caps it."""
-        return ScoreRule(1.0, soft_cap=self.soft_cap).capped(self.total)
 
 
 def decompose_scores(
@@ -294,7 +292,7 @@ class ShiftReader(LayerReader):
         self._convention = convention
 
     def _shift(self, attn_in: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
-        delta = torch.einsum("bpd,hd->bhp", attn_in, self._gamma[layer])
+        delta = torch.einsum("bpd,hd->bhp", attn_in, self._gamma[layer].to(attn_in.device))
         masked = ~chunk.mask[:, None, :].to(delta.device)
         if self._convention == "score":
             delta = delta * self._scales[layer]
@@ -327,7 +325,7 @@ class IdentityReader:
         self._view = view
         self._layers = layers
         self._bias = bias
-        self._live = view.scores_are_live()
+        self._live = "attn_scores" in view.sites.names and view.scores_are_live()
         self._seen: dict[str, Tensor] = {}
         self._rule: ScoreRule | None = None
         self._total: Tensor | None = None
@@ -357,14 +355,13 @@ class IdentityReader:
         if self._total is None or self._rule is None:
             return
         visible = self._view.visible(layer, chunk.mask).to(tensor.device)[:, None]
-        scores = self._rule.capped(self._total)
         if site.kind == "attn_scores":
-            error = (scores - tensor).abs()
+            error = (self._total - tensor).abs()
             what = "the sum of the terms is not the model's own score"
             worst = _largest(error, visible, self._tolerance, layer, what)
             self.max_error = max(self.max_error, worst)
             return
-        error = (self._rule.pattern(scores, visible) - tensor).abs()
+        error = (self._rule.pattern(self._total, visible) - tensor).abs()
         what = "softmax of the sum of the terms is not the model's own pattern"
         tolerance = self._tolerance
         if self._rule.sink_logits is None:
@@ -440,8 +437,9 @@ class _TermsReader(IdentityReader):
         chunks = [self._parts[start] for start in sorted(self._parts)]
         stacked = {}
         for name in (n for n in TERMS if f"{n}.{self._layers[0]}" in chunks[0]):
-            per_layer = [torch.cat([c[f"{name}.{la}"] for c in chunks]) for la in self._layers]
-            stacked[name] = torch.stack(per_layer, dim=1).expand(-1, -1, -1, n, n)
+            per_layer = ([c[f"{name}.{la}"] for c in chunks] for la in self._layers)
+            together = stack_layers(per_layer, self._view.device)
+            stacked[name] = together.expand(-1, -1, -1, n, n)
         return ScoreTerms(
             terms=MappingProxyType(stacked),
             visible=torch.stack([self._view.visible(la, batch.mask) for la in self._layers], 1),
@@ -450,8 +448,9 @@ class _TermsReader(IdentityReader):
             max_error=self.max_error,
             pattern_error=self.pattern_error,
             tolerance=self.tolerance,
-            soft_cap=self._view.parts.soft_cap,
-            sink_logits=torch.stack(list(self._sinks.values())) if self._sinks else None,
+            sink_logits=torch.stack([sinks.to(self._view.device) for sinks in self._sinks.values()])
+            if self._sinks
+            else None,
         )
 
 
@@ -512,9 +511,13 @@ def score_terms(
     q_size, k_size = (size.masked_fill(padding, 0).amax((1, 2)) for size in sizes)
     size = abs(rule.scale) * float((q_size * k_size).amax())
     if rule.position_bias is not None:
-        bias_rows = at_least_single(rule.position_bias)
+        bias_rows = at_least_single(rule.position_bias).to(attn_in.device)
         terms["position_bias"] = bias_rows.expand(attn_in.shape[0], -1, -1, -1)
         size += float(bias_rows.abs().amax())
+    if rule.soft_cap is not None:
+        content, *others = terms.values()
+        total = sum(others, content)
+        terms["soft_cap"] = rule.capped(total) - total
     return terms, size
 
 

@@ -153,9 +153,10 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(
     assert "can't be written" in last
     assert "Traceback" not in done.stderr
     after = whole(out)
-    assert set(after) == set(before)
+    # What was finished before the disk was full stays, for the next run to go on from.
+    assert {name for name in after if not name.startswith(".partial/")} == set(before)
     assert after["results.json"] == before["results.json"]
-    assert not [path.name for path in out.rglob(".*")]
+    assert {path.name for path in out.rglob(".*")} <= {".partial"}
 
 
 def test_a_read_only_place_is_told_before_anything_runs(

@@ -39,6 +39,7 @@ ORDER = (
     "scores",
     "fidelity",
     "measures",
+    "testing",
     "mitigations",
     "controls",
     "costs",

@@ -59,7 +59,7 @@ class QueryTerms(Result):
 
     @property
     def total(self) -> np.ndarray:
-        """`[layer head key]`, the sum of all terms: the scores before mask and soft cap."""
+        """`[layer head key]`, the sum of all terms: the scores before the mask."""
         return self.terms.sum(0)
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -115,7 +115,7 @@ class _QueryReader(IdentityReader):
         }
         content, *others = rows.values()
         sees = self._visible[layer].to(keys.device)
-        scores = rule.capped(sum(others, content))[None, :, None]
+        scores = sum(others, content)[None, :, None]
         attention = rule.pattern(scores, sees[None, None, None])[0, :, 0]
         rows["attention"] = attention.masked_fill(~sees, NAN)
         self._now |= {f"{name}.{layer}": row for name, row in rows.items()}

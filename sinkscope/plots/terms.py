@@ -13,7 +13,7 @@ from sinkscope.attention import ScoreRule
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.score_terms import QueryTerms
 from sinkscope.plots._checks import as_array, index_of
-from sinkscope.plots._style import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, finish
+from sinkscope.plots._style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, finish
 from sinkscope.plots._text import token_label
 from sinkscope.scores import ScoreTerms
 
@@ -23,6 +23,7 @@ _LOOKS = {
     "key_bias": ("key bias", SKY, "."),
     "bias_bias": ("bias-bias", GREY, "x"),
     "position_bias": ("ALiBi", GREEN, "-"),
+    "soft_cap": ("soft cap", PURPLE, "|"),
 }
 
 
@@ -143,7 +144,7 @@ def _of_batch(
     attention = []
     for at, visible_keys in enumerate(sees):
         rule = ScoreRule(1.0, sink_logits=None if sinks is None else sinks[at])
-        scores = terms.scores[row : row + 1, at, :, number : number + 1].detach()
+        scores = terms.total[row : row + 1, at, :, number : number + 1].detach()
         seen = torch.from_numpy(visible_keys)[None, None, None].to(scores.device)
         attention.append(as_array(rule.pattern(scores, seen)[0, :, 0], "terms"))
     return _Query(

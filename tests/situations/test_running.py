@@ -49,7 +49,8 @@ def test_36_nothing_runs_or_is_kept_that_was_not_asked_for(kind: str) -> None:
 
         model.add_hook(str(view.hook_point(ss.Site("z", layer)).name), count)
     score = ss.sink_score(model, batch, layers=[1], batch_size=2)
-    assert rows == {0: [2, 1], 1: [2, 1], 2: []}
+    # The first chunk runs to the end of the layer; later ones end where all has been read.
+    assert rows == {0: [2, 1], 1: [2], 2: []}
     assert not any(grads)
     assert not score.requires_grad
     assert score.untyped_storage().nbytes() == score.numel() * score.element_size()
