@@ -31,6 +31,7 @@ CONTROLS = {
     "Nullify BOS Token": "nulling the first token's embedding",
     "Zero Random Wk": "removing as many random key columns",
 }
+TOKEN = "Nullify BOS Token"
 CIRCUIT = ("No Query Bias", "Remove First PE", "Swap EPE", "Zero Top-3 Wk")
 """Without any of these the paper's circuit is broken."""
 
@@ -91,7 +92,7 @@ def circuit(kept: Mapping[str, float], missing: Mapping[str, str]) -> str:
         missing: condition -> why it does not apply.
     """
     carrying = [name for name in CIRCUIT if kept.get(name, 1.0) < CARRIES]
-    clean = all(kept[name] >= CONTROL for name in CONTROLS if name in kept)
+    clean = all(kept[name] >= CONTROL for name in _controls(missing) if name in kept)
     if len(carrying) == len(CIRCUIT) and clean:
         return "A sink at position 0, carried by the paper's circuit."
     if carrying:
@@ -101,7 +102,14 @@ def circuit(kept: Mapping[str, float], missing: Mapping[str, str]) -> str:
         caveat = "" if clean else " A control moves it too, so read the single lines with care."
         part = f"A sink at position 0, carried by part of the paper's circuit: {parts}"
         return f"{part}{rest}.{caveat}"
+    if TOKEN not in _controls(missing) and kept.get(TOKEN, 1.0) < CARRIES:
+        return "A sink at position 0, carried by the token there and not by the paper's circuit."
     return "A sink at position 0, carried by something other than the paper's circuit."
+
+
+def _controls(missing: Mapping[str, str]) -> tuple[str, ...]:
+    """Without learned positions a nulled token leaves nothing at position 0: no control."""
+    return tuple(name for name in CONTROLS if name != TOKEN or "Remove First PE" not in missing)
 
 
 def _sentence(name: str, kept: dict[str, float], missing: dict[str, str]) -> str | None:
@@ -112,9 +120,11 @@ def _sentence(name: str, kept: dict[str, float], missing: dict[str, str]) -> str
         return None
     change = kept[name] - 1
     moved = f"removes {-change:.0%} of the sink" if change < 0 else f"adds {change:.0%} to it"
-    if name in CONTROLS:
+    if name in _controls(missing):
         fit = "as a control should" if kept[name] >= CONTROL else "more than a control should"
         moved = f"leaves {kept[name]:.0%} of the sink, {fit}"
+        return f"{name}: {what} {moved}."
+    if name in CONTROLS:
         return f"{name}: {what} {moved}."
     return f"{name}: taking away {what} {moved}."
 

@@ -148,7 +148,7 @@ def test_gemma_s_sink_is_at_its_bos(gemma: Model) -> None:
     assert row.strongest[2] > 0.8
     assert row.value_drain < 0.4
     assert row.verdict.startswith(
-        "A sink at position 0, carried by something other than the paper's circuit."
+        "A sink at position 0, carried by the token there and not by the paper's circuit."
     )
 
 

@@ -79,3 +79,15 @@ def test_no_sink() -> None:
     assert words.headline.startswith("No sink at position 0.")
     assert "5.0%" in words.headline
     assert words.sentences == ()
+
+
+def test_a_nulled_token_is_no_control_where_positions_leave_no_mark() -> None:
+    """Without learned positions a nulled first token is a row of zeros: the sink's own cause."""
+    rotary = dict.fromkeys(("Remove First PE", "Swap EPE", "Swap PE", "No PE", "Zero Top-3 Wk"))
+    lacking = tuple((name, "no positions") for name in rotary)
+    for left, said in ((0.03, "carried by the token there"), (1.0, "something other")):
+        relative = rotary | {"Nullify BOS Token": left}
+        words = verdict(table(0.4, relative, not_applicable=lacking), LENGTHS)  # type: ignore
+        assert said in words.headline
+        (sentence,) = (s for s in words.sentences if s.startswith("Nullify"))
+        assert "control" not in sentence
