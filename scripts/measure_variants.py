@@ -140,7 +140,7 @@ def measure(name: str) -> Measured:
             warnings.simplefilter("ignore", NoEffectWarning)
             return ss.sink_score(model, batch, ablation, layers).mean(0)
 
-    residual = LayerReader("resid_pre", [view.n_layers - 1], lambda x, _: x.clone())
+    residual = LayerReader("resid_pre", [view.n_layers - 1], lambda x, *_: x.clone())
     stream(view, batch, [residual])
     at_first = residual.result()[:, 0, 0].mean(0)
     massive = ss.find_massive_coordinates(at_first).coordinates

@@ -43,7 +43,8 @@ class ScoreTerms(HtmlTable):
     `s_ij = scale (n_i W_Q + b_Q) . (n_j W_K + b_K)`, n what enters W_Q and W_K. Queries and
     keys that are turned (rotary positions) or normed on the way take every part along: the
     turn is linear, and a norm's factor is held at its value in the run. ALiBi is a term of
-    its own. Terms that are constant along an axis are views that take no memory there.
+    its own, and so is what a soft cap takes off the sum of the others. Terms that are constant
+    along an axis are views that take no memory there.
 
     Attributes:
         terms: name -> `[batch layer head query key]`, for the terms that the model has.

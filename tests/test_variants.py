@@ -93,7 +93,7 @@ def test_the_files_are_small_and_all_are_package_data(name: str) -> None:
     }
     assert sum(path.stat().st_size for path in files) <= 4_000_000
     settings = (ROOT / "pyproject.toml").read_text("utf-8")
-    patterns = re.search(r"package-data\]\nsinkscope = \[(.*)\]", settings)[1]  # type: ignore[index]
+    patterns = re.search(r"package-data\]\nsinkscope = \[(.*?)\]", settings, re.DOTALL)[1]  # type: ignore[index]
     packed = {
         path
         for pattern in re.findall(r'"(.*?)"', patterns)

@@ -13,7 +13,7 @@ from sinkscope.capture import Progress
 from sinkscope.display import number, numbers
 from sinkscope.experiments._engine import Request, by_position, run_experiments, to_numpy
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import TokenBatch
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
 from sinkscope.scores import ShiftReader
 
@@ -108,7 +108,7 @@ class DeltaExperiment:
     def __init__(self, view: ModelView, batch: TokenBatch, convention: str = "paper") -> None:
         self._batch = batch
         self._convention = convention
-        self._every = -(-len(batch) // MAX_PROMPTS)
+        self._every = -(-len(require_batch(batch)) // MAX_PROMPTS)
         self._reader = ShiftReader(view, convention, tuple(range(view.n_layers)), self._every)
 
     def requests(self) -> Sequence[Request]:

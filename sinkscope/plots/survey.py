@@ -37,17 +37,22 @@ def survey_map(survey: Survey, *, model: str | None = None) -> go.Figure:
             z=left,
             x=np.arange(len(names)),
             y=np.arange(len(rows)),
-            zmin=0,
-            zmax=1,
-            colorscale="Viridis",
+            coloraxis="coloraxis",
             text=[["" if np.isnan(v) else f"{v:.0%}" for v in line] for line in left],
             texttemplate="%{text}",
             customdata=[[[safe(row.model), safe(name)] for name in names] for row in rows],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]}: %{z:.1%}<extra></extra>",
             xgap=2,
             ygap=2,
-            colorbar={"title": {"text": "of the sink"}, "tickformat": ".0%"},
         )
+    )
+    figure.update_layout(
+        coloraxis={
+            "cmin": 0,
+            "cmax": 1,
+            "colorscale": "Viridis",
+            "colorbar": {"title": {"text": "of the sink"}, "tickformat": ".0%"},
+        }
     )
     labels = [f"{safe(row.model)} (sink score {row.sink_score:.2f})" for row in rows]
     figure.update_xaxes(
