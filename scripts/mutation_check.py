@@ -38,9 +38,12 @@ TESTS = {
     "scores": (
         "test_identities.py",
         "test_folded_weights.py",
+        "test_architectures.py",
         "test_other_architectures.py",
         *SHARED,
     ),
+    "attention": ("test_architectures.py",),
+    "circuits": ("test_survey.py",),
     "ablations": ("test_ablations.py", *SHARED, "test_other_architectures.py", "test_errors.py"),
     "fidelity": ("test_identities.py", *SHARED),
     "measures": ("test_identities.py", "test_other_architectures.py", *SHARED),

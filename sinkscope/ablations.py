@@ -597,7 +597,7 @@ def positions_of(view: ModelView, positions: Layers) -> tuple[int, ...] | None:
         raise InvalidInputError(
             "Positions count from each prompt's first token",
             expected=f"from 0 to {view.n_ctx - 1}, and at least one",
-            got=repr(positions),
+            got=repr(positions)[:80],
             fix="choose a position that the prompts have",
         )
     return chosen

@@ -170,7 +170,8 @@ class MitigationBench(Result):
 
         "sink_removed", "loss_added" and "quantisation_cost", and "sink_removed_over_control" and
         "loss_added_over_control" of the differences to the mean of the controls (NaN without).
-        Prompts are drawn with replacement, the same for all runs, 2000 times from one seed.
+        Prompts are drawn with replacement, the same for all runs, 2000 times from one seed. NaN
+        for a single prompt.
         """
         rng = np.random.default_rng(0)
         n = self.values.shape[1]
@@ -187,6 +188,8 @@ class MitigationBench(Result):
             "sink_removed_over_control": (control_sinks - sink_means) / sink_means[0],
             "loss_added_over_control": loss_means - control_losses,
         }
+        if n == 1:  # drawing one prompt again and again tells nothing of others
+            samples = {k: np.full_like(v, np.nan) for k, v in samples.items()}
         tails = [50 * (1 - LEVEL), 50 * (1 + LEVEL)]
         return {k: np.percentile(v, tails, axis=1).T for k, v in samples.items()}
 
@@ -562,7 +565,7 @@ def _control_array(
 
 
 def _checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    whole = isinstance(seeds, Sequence) and not isinstance(seeds, str)
+    whole = isinstance(seeds, Sequence) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
         raise InvalidInputError(
             "Controls are drawn by seeds, each once",

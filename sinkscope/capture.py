@@ -211,7 +211,7 @@ def run_passes(
         progress: told how many prompts are done, after each pass over a chunk.
         store: what is there already is not run again.
     """
-    require_batch(batch)
+    _require_fit(view, batch)
     others: list[tuple[int, int]] = []
     done = 0
     with view.measuring():
@@ -231,6 +231,18 @@ def run_passes(
                 progress(size * len(passes))
     for run in passes:
         run.report()
+
+
+def _require_fit(view: ModelView, batch: TokenBatch) -> None:
+    """Raise for ids or lengths that this model can't have, as of a batch made for another."""
+    ids = require_batch(batch).ids
+    if int(ids.max()) >= view.d_vocab or int(batch.lengths.max()) > view.n_ctx:
+        raise InvalidInputError(
+            "This batch does not fit the model; it may have been made for another",
+            expected=f"ids below {view.d_vocab}, at most {view.n_ctx} tokens",
+            got=f"ids up to {int(ids.max())}, {int(batch.lengths.max())} tokens",
+            fix="make it with sinkscope.token_batch(model, ...)",
+        )
 
 
 def _run_chunk(

@@ -171,12 +171,13 @@ class Survey(Result):
     def summary(self) -> dict[str, Any]:
         """Model -> its row as plain values."""
         pairs = ("score_shares", "ablations", "not_applicable")
+        names = [row.model for row in self.rows]
         return {
-            row.model: {
+            name if names.count(name) == 1 else f"{name} ({n})": {
                 f.name: dict(getattr(row, f.name)) if f.name in pairs else getattr(row, f.name)
                 for f in fields(row)
             }
-            for row in self.rows
+            for n, (name, row) in enumerate(zip(names, self.rows, strict=True), start=1)
         }
 
     def overview(self) -> list[tuple[str, str]]:
@@ -221,7 +222,12 @@ def survey(
     """
     several = list(models) if isinstance(models, (list, tuple)) else [models]
     if not several:
-        raise InvalidInputError("A survey needs a model", expected="one model or more", got="none")
+        raise InvalidInputError(
+            "A survey needs a model",
+            expected="one model or more",
+            got="none",
+            fix="pass a model, or several in a list",
+        )
     rows = []
     for model in several:
         view = model_view(model)
@@ -260,9 +266,7 @@ class _Runner:
             )
 
     def mid_score(self, ablation: Ablation) -> float:
-        reader = PatternReader(
-            self.view.mid_layers or range(self.view.n_layers), metrics.sink_score
-        )
+        reader = PatternReader(self.view.mid_layers, metrics.sink_score)
         self.run([reader], ablation)
         return _mean(reader.result())
 
@@ -287,7 +291,7 @@ def _row(runner: _Runner) -> SurveyRow:
         extra[JUMP_MLP] = SkipMLP(layers=[jump])
     if coordinates:
         extra[MASSIVE_KEYS] = ZeroKeyColumns(coordinates)
-    mid = list(view.mid_layers or range(view.n_layers))
+    mid = list(view.mid_layers)
     baseline = _mean(found.scores[:, mid])
     kept = []
     for name, ablation in (conditions | extra).items():
@@ -297,6 +301,8 @@ def _row(runner: _Runner) -> SurveyRow:
         if reason is None:
             left = runner.mid_score(ablation) / baseline if baseline > 0 else metrics.NAN
             kept.append((name, left))
+    if "v" not in view.sites.names:
+        missing["value drain"] = "Not applicable: this model has no hook for values."
     refused = {name: reason for name, reason in missing.items() if reason is not None}
     shares, errors = _shares(runner, coordinates, refused)
 
@@ -326,7 +332,7 @@ def _row(runner: _Runner) -> SurveyRow:
         peak=float(found.ratios[1:].max()),
         peak_entry=float(found.entries[1:].max()),
         jump_layer=jump,
-        value_drain=_mean(found.drain[:, mid]),
+        value_drain=metrics.NAN if found.drain is None else _mean(found.drain[:, mid]),
         epe_coordinates=_epe_coordinates(view, refused),
         coordinates=coordinates,
         appear_after=appear,
@@ -347,11 +353,12 @@ class _SinkReaders:
         self.alphas = PatternReader(layers, _rates_and_position)
         self.residual = LayerReader("resid_pre", layers, _first_and_others)
         self.last = LayerReader("resid_post", [view.n_layers - 1], _first_and_others)
-        self.drain = LayerReader("v", layers, _drain)
+        self.drain = LayerReader("v", layers, _drain) if "v" in view.sites.names else None
 
     @property
     def readers(self) -> list[Reader]:
-        return [self.scores, self.alphas, self.residual, self.last, self.drain]
+        readers: list[Reader] = [self.scores, self.alphas, self.residual, self.last]
+        return readers if self.drain is None else [*readers, self.drain]
 
     def result(self, batch: TokenBatch) -> _Found:
         residual = torch.cat([self.residual.result(), self.last.result()], dim=1)
@@ -364,7 +371,7 @@ class _SinkReaders:
             firsts=residual[..., 0].mean(0),
             others=residual[..., 1].mean(0),
             entries=residual[..., 2].mean(0) / residual[..., 3].mean(0),
-            drain=self.drain.result(),
+            drain=None if self.drain is None else self.drain.result(),
         )
 
 
@@ -380,7 +387,7 @@ class _Found:
         firsts: `[layer + 1]`, mean norm of the first position.
         others: `[layer + 1]`, mean over prompts of the other positions' median norm.
         entries: `[layer + 1]`, largest entry of the first position over the others' median.
-        drain: `[batch layer]`.
+        drain: `[batch layer]`; None without values to read.
     """
 
     scores: Tensor
@@ -390,7 +397,7 @@ class _Found:
     firsts: Tensor
     others: Tensor
     entries: Tensor
-    drain: Tensor
+    drain: Tensor | None
 
     @property
     def ratios(self) -> Tensor:
@@ -540,7 +547,7 @@ def _shares(
     runner: _Runner, coordinates: tuple[int, ...], refused: dict[str, str]
 ) -> tuple[Pairs, tuple[float, float, float]]:
     view = runner.view
-    layers = tuple(view.mid_layers or range(view.n_layers))
+    layers = tuple(view.mid_layers)
     try:
         reader = _LeadReader(view, layers, coordinates)
         runner.run([reader])
@@ -613,6 +620,8 @@ def _verdict(
     if math.isnan(score):
         return _HIDDEN
     share = f"Position 0 receives {score:.1%} of attention, {uniform:.1%} if it were uniform"
+    if SINK_RATIO * uniform >= 1:
+        return f"The prompts are too short to tell. {share}."
     if not score >= SINK_RATIO * uniform:
         return f"No sink at position 0. {share}."
     words = [circuit(kept, missing), f"{share}."]

@@ -108,11 +108,13 @@ class LossReader(KeepingReader):
                 fix="use sink metrics",
             )
         super().__init__()
+        self._view = view
 
     def sites(self, view: ModelView) -> Sequence[Site]:
         return [LOGITS]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        _require_logits(self._view, tensor)
         self._now["loss"] = token_losses(tensor, chunk.ids, chunk.mask)
 
     def result(self) -> PerPrompt:
@@ -135,11 +137,14 @@ class HeldLogits(PassingReader):
     """Holds the log probabilities of the chunk that ran last, for others to compare with."""
 
     log_probabilities: Tensor | None = None
+    _view: ModelView | None = None
 
     def sites(self, view: ModelView) -> Sequence[Site]:
+        self._view = view
         return [LOGITS]
 
     def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        _require_logits(self._view, tensor)
         self.log_probabilities = _log_probabilities(tensor)
 
 
@@ -193,6 +198,18 @@ def token_losses(logits: Logits, ids: Tensor, mask: Mask) -> PerPrompt:
     counted = mask[:, :-1] & mask[:, 1:]
     losses = -predicted.masked_fill(~counted, 0).sum(1) / counted.sum(1)
     return _finite(losses, "logits")
+
+
+def _require_logits(view: ModelView | None, out: Any) -> None:
+    fits = isinstance(out, Tensor) and out.ndim == 3 and view is not None
+    if not fits or view is None or out.shape[-1] != view.d_vocab:
+        raise NotApplicableError(
+            "Not applicable: this model gives back no logits",
+            expected="an output of [batch pos d_vocab]"
+            + ("" if view is None else f", d_vocab {view.d_vocab}"),
+            got=f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
+            fix="use measures of attention, or let the view's run() give logits",
+        )
 
 
 def _log_probabilities(logits: Logits) -> Logits:
@@ -268,7 +285,7 @@ def residual_statistics(
     chosen = view.layers(layers)
     reader = residual_reader(chosen)
     stream(view, batch, [reader], ablation, batch_size=batch_size)
-    peak, ratio, kurtosis, outliers = reader.result().unbind(-1)
+    peak, ratio, kurtosis, outliers = _finite(reader.result(), "residuals").unbind(-1)
     return ResidualStatistics(peak, ratio, kurtosis, outliers, chosen)
 
 

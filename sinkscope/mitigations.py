@@ -7,6 +7,7 @@ change would do to a model that is trained with it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ from sinkscope.errors import EditError, InvalidInputError, NotApplicableError
 from sinkscope.massive import Rule, TopK
 from sinkscope.measures import sink_score
 from sinkscope.metrics import position_ids
-from sinkscope.model import ModelView, model_view
+from sinkscope.model import ModelView, model_view, whole_numbers
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
 
@@ -105,6 +106,7 @@ class ShuffledQueryBias(Ablation):
 
     def shuffled(self, view: ModelView, layer: int) -> Float[Tensor, "head d_head"]:
         """P b_Q of a layer."""
+        _require_seed(self.seed)
         generator = torch.Generator().manual_seed(self.seed * _PER_SEED + layer)
         bias = view.b_Q(layer)
         orders = [torch.randperm(bias.shape[1], generator=generator) for _ in bias]
@@ -242,7 +244,8 @@ class SetActivations(Ablation):
             batch_size: rows per forward pass; all at once if None.
         """
         view = model_view(model)
-        at = positions_of(view, position) or (0,)
+        at = positions_of(view, (position,)) or ()
+        _one_layer(view, layer)
 
         def reduce(x: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
             rows = RowPositions(chunk.mask)
@@ -253,7 +256,7 @@ class SetActivations(Ablation):
         return cls(coordinates, layer, tuple(reader.result()[:, 0].mean(0).tolist()), position)
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        (layer,) = view.layers(self.layer)
+        layer = _one_layer(view, self.layer)
         coordinates = list(key_coordinates(view, self.coordinates))
         positions = positions_of(view, self.positions)
         several = isinstance(self.values, tuple)
@@ -295,7 +298,7 @@ class ClampActivations(Ablation):
     positions: Layers = None
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
-        (layer,) = view.layers(self.layer)
+        layer = _one_layer(view, self.layer)
         _require_finite("limit", self.limit)
         if self.limit < 0:
             raise InvalidInputError(
@@ -407,6 +410,7 @@ class SinkLogit(Ablation):
 
 def _draws(view: ModelView, seed: int, layer: int, heads: list[int]) -> Float[Tensor, "head n_ctx"]:
     """A random number for every head and position, the same whatever the batch."""
+    _require_seed(seed)
     generator = torch.Generator().manual_seed(seed * _PER_SEED + layer)
     return torch.rand(view.n_heads, view.n_ctx, generator=generator)[heads].to(view.device)
 
@@ -480,6 +484,13 @@ class CalibrateAttention(Ablation):
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         view.require_live_scores("Calibrating attention")
         _require_finite("alpha and beta", self.alpha, self.beta)
+        if self.alpha <= 0:
+            raise InvalidInputError(
+                "alpha is a multiple of the uniform share",
+                expected="a number above 0",
+                got=self.alpha,
+                fix="use 5, the source's",
+            )
         if not 0 <= self.beta <= 1:
             raise InvalidInputError(
                 "beta is what is left of the attention to a sink",
@@ -633,7 +644,9 @@ class SwitchOffHeads(Ablation):
         return [_heads_off(layer, heads) for layer, heads in sorted(per_layer.items())]
 
     def _checked(self, view: ModelView) -> tuple[tuple[int, int], ...]:
-        pairs = tuple(dict.fromkeys(tuple(pair) for pair in self.pairs))
+        named = self.pairs if isinstance(self.pairs, Sequence) else ()
+        read = [whole_numbers(pair) or () for pair in named]
+        pairs = tuple(dict.fromkeys(read))
         fits = all(
             len(p) == 2 and 0 <= p[0] < view.n_layers and 0 <= p[1] < view.n_heads for p in pairs
         )
@@ -648,6 +661,17 @@ class SwitchOffHeads(Ablation):
         return pairs  # type: ignore[return-value]
 
 
+def _one_layer(view: ModelView, layer: Any) -> int:
+    if type(layer) is not int:
+        raise InvalidInputError(
+            "This ablation acts after one layer",
+            expected=f"a layer from 0 to {view.n_layers - 1}",
+            got=repr(layer)[:80],
+            fix="add several ablations, one a layer",
+        )
+    return view.layers(layer)[0]
+
+
 def _heads_off(layer: int, heads: list[int]) -> Edit:
     def off(z: Tensor, hook: Any) -> Tensor:
         out = z.clone()
@@ -657,9 +681,22 @@ def _heads_off(layer: int, heads: list[int]) -> Edit:
     return Edit(Site("z", layer), off)
 
 
+_LARGEST = sys.float_info.max
+
+
+def _require_seed(seed: Any) -> None:
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise InvalidInputError(
+            "A seed is a whole number",
+            expected="from 0 to 2**32 - 1",
+            got=repr(seed)[:80],
+            fix="use 0",
+        )
+
+
 def _require_finite(what: str, *values: float) -> None:
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-    if not numbers or not all(math.isfinite(v) for v in values):
+    if not numbers or not all(-_LARGEST <= v <= _LARGEST for v in values):
         raise InvalidInputError(
             f"{what} must be a finite number",
             expected="a finite number",

@@ -150,7 +150,18 @@ class ModelView(HtmlTable):
     # --- weights ---------------------------------------------------------------------------
 
     def block(self, layer: int) -> Any:
-        """The block of a layer, 0-based."""
+        """The block of a layer, 0-based.
+
+        Raises:
+            NotApplicableError: the model has no list of blocks.
+        """
+        if not hasattr(self.model, "blocks"):
+            raise NotApplicableError(
+                "Not applicable: this model shows no blocks",
+                expected="a model with a list `blocks`, or a view that overrides what needs them",
+                got=self.name,
+                fix="use measures that need no modules of a layer",
+            )
         return self.model.blocks[layer]
 
     def W_Q(self, layer: int) -> Float[Tensor, "head d_model d_head"]:
@@ -569,8 +580,11 @@ class ModelView(HtmlTable):
 
     @property
     def mid_layers(self) -> range:
-        """The paper's layers: without the first quarter and the last one (3..10 of 12)."""
-        return range(self.n_layers // 4, self.n_layers - 1)
+        """The paper's layers: without the first quarter and the last one (3..10 of 12).
+
+        A model of one layer has no others than that one.
+        """
+        return range(self.n_layers // 4, max(1, self.n_layers - 1))
 
     # --- running ---------------------------------------------------------------------------
 
@@ -885,9 +899,9 @@ def _indices(
     indices = whole_numbers(chosen) or ()
     if not indices or any(not 0 <= i < size for i in indices) or len(set(indices)) != len(indices):
         raise InvalidInputError(
-            f"Unknown {what} in {chosen!r}",
+            f"Unknown {what} in {repr(chosen)[:80]}",
             expected=f"{what}s from 0 to {size - 1}, each at most once, and at least one",
-            got=repr(chosen),
+            got=repr(chosen)[:80],
             fix=f"count {what}s from 0; None stands for the default",
         )
     return indices

@@ -165,7 +165,7 @@ def restricted(ablation: Ablation | None, layer: int, heads: Sequence[int]) -> A
     if ablation is None:
         return SwitchOffHeads(tuple((layer, head) for head in heads))
     names: set[str] = set()
-    if dataclasses.is_dataclass(ablation):
+    if dataclasses.is_dataclass(ablation) and isinstance(ablation, Ablation):
         names = {field.name for field in dataclasses.fields(ablation)}
     if not {"layers", "heads"} <= names:
         raise InvalidInputError(

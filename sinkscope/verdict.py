@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.bench import UNTOUCHED, MitigationBench
+from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.table1 import POOLED, Table1
 
 SINK_RATIO = 3.0
@@ -68,6 +69,8 @@ def verdict(table: Table1, lengths: Sequence[int]) -> Verdict:
         return Verdict("The table has no untouched model to compare with.", ())
     share = f"Position 0 receives {baseline:.1%} of attention in layers {_span(table.mid_layers)}"
     share += f"; uniform attention would give it {uniform:.1%}"
+    if SINK_RATIO * uniform >= 1:
+        return Verdict(f"The prompts are too short to tell. {share}.", ())
     if baseline < SINK_RATIO * uniform:
         return Verdict(f"No sink at position 0. {share}.", ())
     kept = {name: score / baseline for name, score in scores.items()}
@@ -147,6 +150,13 @@ def mitigation_verdict(bench: MitigationBench) -> Verdict:
     Args:
         bench: from `mitigation_bench`.
     """
+    if not isinstance(bench, MitigationBench):
+        raise InvalidInputError(
+            "This is no bench",
+            expected="what mitigation_bench gives",
+            got=type(bench).__name__,
+            fix="call mitigation_bench(model, prompts) first",
+        )
     rows = bench.to_dataframe().to_dict("records")
     untouched, mitigations = rows[0], rows[1:]
     share = f"Position 0 receives {untouched['sink_score']:.1%} of attention in layers "

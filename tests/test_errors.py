@@ -406,6 +406,24 @@ ss.reproduce(model, batch, out=3)
 ss.reproduce(model, batch, batch_size="x")
 ss.experiments.table1.Table1.load(3)
 ss.experiments.table1.run(model, batch).save(3)
+ss.sink_score(model, batch, mi.SetActivations(layer=[0, 1]))
+mi.SetActivations.to_mean(model, batch, layer=[0, 1])
+mi.SetActivations.to_mean(model, batch, position=None)
+ss.sink_score(model, batch, mi.ClampActivations(1.0, layer=None))
+ss.sink_score(model, batch, mi.SwitchOffHeads(None))
+ss.sink_score(model, batch, mi.SwitchOffHeads(3))
+ss.sink_score(model, batch, mi.SwitchOffHeads((("0", "0"),)))
+ss.sink_score(model, batch, mi.ShuffledQueryBias(seed="a"))
+ss.sink_score(model, batch, mi.ShuffledQueryBias(seed=2**80))
+ss.sink_score(model, batch, mi.SinkLogit(10**400))
+ss.sink_score(model, batch, mi.CalibrateAttention(alpha=-3.0))
+ss.mitigation_bench(model, batch, {3: ss.ablations.ZeroQueryBias()})
+ss.mitigation_bench(model, batch, seeds=[[0]])
+ss.mitigation_bench(model, batch, {})
+ss.head_sweep(model, batch, ss.ablations.ZeroQueryBias)
+mitigation_verdict(3)
+ss.plots.survey_map(ss.Survey(()))
+ss.survey([], batch)
 """
 
 PROGRAM = """
@@ -413,6 +431,8 @@ import json, sys, warnings
 import torch
 import sinkscope as ss
 from models import tiny_gpt2
+from sinkscope import mitigations as mi
+from sinkscope.verdict import mitigation_verdict
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

@@ -94,12 +94,15 @@ def split_by_applicability(
     """
     require_batch(batch)
     named = conditions.items() if isinstance(conditions, Mapping) else ()
-    if not named or any(not isinstance(ablation, Ablation) for _, ablation in named):
+    if not named or any(
+        not isinstance(ablation, Ablation) or not isinstance(name, str) or not name
+        for name, ablation in named
+    ):
         raise InvalidInputError(
             "Conditions are ablations with a name",
             expected="a mapping of names to ablations, at least one",
             got=repr(conditions)[:120],
-            fix="pass some of sinkscope.PAPER_CONDITIONS, or None for all of them",
+            fix="pass some of sinkscope.PAPER_CONDITIONS, or None for the default ones",
         )
     reasons = {name: applicable(view, ablation, batch) for name, ablation in named}
     refused = tuple((name, reason) for name, reason in reasons.items() if reason is not None)

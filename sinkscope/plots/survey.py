@@ -6,6 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from sinkscope.circuits import Survey
+from sinkscope.errors import InvalidInputError
 from sinkscope.plots._checks import require
 from sinkscope.plots._style import finish
 from sinkscope.plots._text import safe, wrapped
@@ -27,6 +28,10 @@ def survey_map(survey: Survey, *, model: str | None = None) -> go.Figure:
         InvalidInputError: another result.
     """
     rows = require(survey, Survey, "survey_map").rows
+    if not rows:
+        raise InvalidInputError(
+            "survey_map can't draw this", expected="a survey of a model or more", got="no row"
+        )
     names = list(dict.fromkeys(name for row in rows for name, _ in row.ablations))
     left = np.full((len(rows), len(names)), np.nan)
     for n, row in enumerate(rows):
