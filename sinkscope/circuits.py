@@ -228,6 +228,13 @@ def survey(
             got="none",
             fix="pass a model, or several in a list",
         )
+    if isinstance(prompts, TokenBatch) and (length is not None or bos != "none"):
+        raise InvalidInputError(
+            "A batch has its length and its BOS already",
+            expected="length and bos with texts or ids",
+            got=f"length={length!r}, bos={bos!r} and a TokenBatch",
+            fix="give them to token_batch",
+        )
     rows = []
     for model in several:
         view = model_view(model)

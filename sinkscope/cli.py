@@ -241,6 +241,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
 
 def _mitigate(arguments: argparse.Namespace) -> None:
     from sinkscope.bench import mitigation_bench
+    from sinkscope.costs import require_bits, require_window
     from sinkscope.model import model_view
     from sinkscope.prompts import load_prompts, token_batch
     from sinkscope.report import MITIGATION_FORMATS, mitigation_rows, write_mitigation
@@ -252,6 +253,8 @@ def _mitigate(arguments: argparse.Namespace) -> None:
         raise InvalidInputError(
             "Too few controls", expected="--seeds of 1 or more", got=f"--seeds {arguments.seeds}"
         )
+    require_bits(arguments.bits)
+    require_window(1 if arguments.window is None else arguments.window, arguments.keep_first)
     out = _writable_out(arguments)
     with claimed(out):
         view = model_view(_load(arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from models import hook, tiny_gpt2
 import sinkscope as ss
 from sinkscope import mitigations as mi
 from sinkscope.ablations import ZeroQueryBias
+from sinkscope.cli import main
 from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.verdict import mitigation_verdict, verdict
 
@@ -77,3 +79,18 @@ def test_a_long_list_of_layers_gives_a_short_message(model: Any) -> None:
     with pytest.raises(InvalidInputError) as caught:
         ss.sink_score(model, ss.token_batch(model, IDS), ZeroQueryBias(layers=[999] * 5000))
     assert len(str(caught.value)) < 600
+
+
+def test_a_batch_is_not_cut_again(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match="has its length"):
+        ss.survey(model, ss.token_batch(model, IDS), length=4)
+
+
+@pytest.mark.parametrize("option", [["--bits", "99"], ["--window", "0"], ["--keep-first", "-1"]])
+def test_unusable_sizes_are_told_before_anything_is_loaded_or_made(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["mitigate", "--model", "no such model", "--out", str(out), *option]) == 1
+    assert "no such model" not in capsys.readouterr().err
+    assert not out.exists()
