@@ -119,3 +119,8 @@ def eps_of(dtype: torch.dtype) -> float:
 def is_half(dtype: torch.dtype) -> bool:
     """Whether a dtype has 16 bits."""
     return eps_of(dtype) > eps_of(torch.float32)
+
+
+def at_least_single(tensor: Tensor) -> Tensor:
+    """Half precision as float32: our own sums should add no rounding to the model's."""
+    return tensor.float() if is_half(tensor.dtype) else tensor

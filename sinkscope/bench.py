@@ -348,8 +348,10 @@ def mitigation_bench(
         more, reasons = _extras(runs, extras, len(batch), progress)
     families = [_family(ablation) for ablation in runs.values()]
     return MitigationBench(
-        values=_values(measured, more, view.mid_layers),
-        controls=_control_array(list(runs), seeds, len(batch), control_values, view.mid_layers),
+        values=_values(measured, more, view.mid_or_all_layers),
+        controls=_control_array(
+            list(runs), seeds, len(batch), control_values, view.mid_or_all_layers
+        ),
         sinks=np.stack([m["sinks"] for m in measured.values()]),
         rates=np.stack([m["rates"] for m in measured.values()]),
         positions=np.stack([m["positions"] for m in measured.values()]),
@@ -358,7 +360,7 @@ def mitigation_bench(
         families=tuple(name for name, _ in families),
         doses=tuple(dose for _, dose in families),
         corpora=batch.corpora,
-        mid_layers=tuple(view.mid_layers),
+        mid_layers=tuple(view.mid_or_all_layers),
         bits=bits,
         window=window,
         keep_first=keep_first,

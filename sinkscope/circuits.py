@@ -20,7 +20,7 @@ from sinkscope.ablations import (
     SkipMLP,
     ZeroKeyColumns,
 )
-from sinkscope.attention import ScoreRule
+from sinkscope.attention import ScoreRule, at_least_single
 from sinkscope.capture import LayerReader, Part, Pass, Progress, Reader, run_passes
 from sinkscope.epe import extract_epe
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
@@ -30,7 +30,7 @@ from sinkscope.measures import PatternReader
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import Prompts, TokenBatch, token_batch
 from sinkscope.results import Result
-from sinkscope.scores import TERMS, IdentityReader, at_least_single
+from sinkscope.scores import TERMS, IdentityReader
 from sinkscope.sites import Site
 from sinkscope.verdict import SINK_RATIO, circuit
 
@@ -273,7 +273,7 @@ class _Runner:
             )
 
     def mid_score(self, ablation: Ablation) -> float:
-        reader = PatternReader(self.view.mid_layers, metrics.sink_score)
+        reader = PatternReader(self.view.mid_or_all_layers, metrics.sink_score)
         self.run([reader], ablation)
         return _mean(reader.result())
 
@@ -298,7 +298,7 @@ def _row(runner: _Runner) -> SurveyRow:
         extra[JUMP_MLP] = SkipMLP(layers=[jump])
     if coordinates:
         extra[MASSIVE_KEYS] = ZeroKeyColumns(coordinates)
-    mid = list(view.mid_layers)
+    mid = list(view.mid_or_all_layers)
     baseline = _mean(found.scores[:, mid])
     kept = []
     for name, ablation in (conditions | extra).items():
@@ -554,7 +554,7 @@ def _shares(
     runner: _Runner, coordinates: tuple[int, ...], refused: dict[str, str]
 ) -> tuple[Pairs, tuple[float, float, float]]:
     view = runner.view
-    layers = tuple(view.mid_layers)
+    layers = tuple(view.mid_or_all_layers)
     try:
         reader = _LeadReader(view, layers, coordinates)
         runner.run([reader])

@@ -20,7 +20,7 @@ from sinkscope.ablations import Ablation, Composition, Edit, EditContext
 from sinkscope.capture import LOGITS, KeepingReader, LayerReader, Part, Pass, run_passes, stream
 from sinkscope.display import HtmlTable, number
 from sinkscope.errors import IdentityError, InvalidInputError, NotApplicableError
-from sinkscope.measures import PatternReader
+from sinkscope.measures import by_metric
 from sinkscope.mitigations import WindowedAttention
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch, require_batch
@@ -346,10 +346,7 @@ def attention_entropy(
     Returns:
         `[batch layer head]`.
     """
-    view = model_view(model)
-    reader = PatternReader(view.layers(layers), entropy)
-    stream(view, batch, [reader], ablation, batch_size=batch_size)
-    return reader.result()
+    return by_metric(model, batch, ablation, layers, entropy, batch_size)
 
 
 def entropy(

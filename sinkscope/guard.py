@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sinkscope.attention import eps_of, is_half
+from sinkscope.attention import at_least_single, eps_of, is_half
 from sinkscope.errors import IdentityError, NotApplicableError
 from sinkscope.model import ModelView
 from sinkscope.prompts import TokenBatch
@@ -92,12 +92,12 @@ class PatternGuard:
             rule = self._view.score_rule(layer, seen, chunk.mask.to(pattern.device))
         except NotApplicableError:
             return
-        q, k = (_wide(seen[name]).transpose(1, 2) for name in ("q", "k"))
+        q, k = (at_least_single(seen[name]).transpose(1, 2) for name in ("q", "k"))
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         q, k = rule.queries(q), rule.keys(k)
         scores = rule.scale * q @ k.transpose(-1, -2)
         if rule.position_bias is not None:
-            scores = scores + _wide(rule.position_bias)
+            scores = scores + at_least_single(rule.position_bias)
         scores = rule.capped(scores)
         error = (rule.pattern(scores, visible) - pattern).abs()
         if is_half(pattern.dtype):
@@ -125,10 +125,6 @@ class PatternGuard:
             off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0).amax()
             single = float(off) > FACTOR * eps
         return max(eps, eps_of(torch.float32)) if single else eps
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if is_half(tensor.dtype) else tensor
 
 
 def _refuse(per_head: Tensor, allowed: float, layer: int, what: str, fix: str) -> None:

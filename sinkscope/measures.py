@@ -168,9 +168,8 @@ def sink_score(
         InvalidInputError: a prompt of fewer than two tokens.
     """
     view = model_view(model)
-    reader = PatternReader(view.layers(layers, view.mid_layers), metrics.sink_score)
-    stream(view, batch, [reader], ablation, batch_size=batch_size)
-    return reader.result()
+    chosen = view.layers(layers, view.mid_layers)
+    return by_metric(view, batch, ablation, chosen, metrics.sink_score, batch_size)
 
 
 def sink_rate(
@@ -202,10 +201,7 @@ def sink_rate(
     def rate(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
         return metrics.sink_rate(metrics.received_attention(pattern, mask, visible), mask, eps)
 
-    view = model_view(model)
-    reader = PatternReader(view.layers(layers), rate)
-    stream(view, batch, [reader], ablation, batch_size=batch_size)
-    return reader.result()
+    return by_metric(model, batch, ablation, layers, rate, batch_size)
 
 
 def sink_position(
@@ -235,10 +231,7 @@ def sink_position(
     def position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
         return metrics.sink_position(metrics.received_attention(pattern, mask, visible), mask)
 
-    view = model_view(model)
-    reader = PatternReader(view.layers(layers), position)
-    stream(view, batch, [reader], ablation, batch_size=batch_size)
-    return reader.result()
+    return by_metric(model, batch, ablation, layers, position, batch_size)
 
 
 def missing_mass(
@@ -269,10 +262,7 @@ def missing_mass(
         total = pattern.masked_fill(~visible[:, None], 0).sum(-1)
         return (1 - total).masked_fill(~mask[:, None, :], NAN)
 
-    view = model_view(model)
-    reader = PatternReader(view.layers(layers), missing)
-    stream(view, batch, [reader], ablation, batch_size=batch_size)
-    return reader.result()
+    return by_metric(model, batch, ablation, layers, missing, batch_size)
 
 
 def value_norms(
@@ -331,6 +321,21 @@ def residual_norms(
         return norms.masked_fill(~chunk.mask.to(norms.device), NAN)
 
     return _per_layer(model, batch, ablation, layers, None, batch_size, "resid_pre", reduce)
+
+
+def by_metric(
+    model: Any,
+    batch: TokenBatch,
+    ablation: Ablation | None,
+    layers: Layers,
+    metric: PatternMetric,
+    batch_size: int | None,
+) -> Tensor:
+    """`[batch layer ...]`, what a metric makes of the patterns of the layers; all if None."""
+    view = model_view(model)
+    reader = PatternReader(view.layers(layers), metric)
+    stream(view, batch, [reader], ablation, batch_size=batch_size)
+    return reader.result()
 
 
 def _whole_pattern(pattern: Tensor, chunk: TokenBatch, layer: int) -> Tensor:

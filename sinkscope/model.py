@@ -260,6 +260,12 @@ class ModelView(HtmlTable):
         config = getattr(getattr(self.model, "original_model", None), "config", None)
         return getattr(config, "text_config", None) or config
 
+    @property
+    def _hf_modules(self) -> Iterable[nn.Module]:
+        """The modules of transformers' own model, none on a HookedTransformer."""
+        owner = getattr(self.model, "original_model", None)
+        return () if owner is None else owner.modules()
+
     def _hf_attention(self, layer: int) -> Any | None:
         return getattr(self.block(layer).attn, "original_component", None)
 
@@ -347,9 +353,7 @@ class ModelView(HtmlTable):
             cos, sin = (table[positions.to(table.device)] for table in tables)
             return Rotation(cos, sin, bool(getattr(cfg, "rotary_adjacent_pairs", False)))
         # GPT-J keeps sines beside cosines in one table, one column for each pair.
-        owner = getattr(self.model, "original_model", None)
-        modules = () if owner is None else owner.modules()
-        found = (getattr(module, "embed_positions", None) for module in modules)
+        found = (getattr(module, "embed_positions", None) for module in self._hf_modules)
         table = next((t for t in found if isinstance(t, Tensor)), None)
         if table is None:
             raise NotApplicableError(
@@ -364,9 +368,8 @@ class ModelView(HtmlTable):
     def _alibi(self, layer: int, mask: Mask) -> Tensor | None:
         if self.parts.positions != "alibi":
             return None
-        owner = getattr(self.model, "original_model", None)
-        modules = () if owner is None else owner.modules()
-        build = next((b for m in modules if (b := getattr(m, "build_alibi_tensor", None))), None)
+        makers = (getattr(module, "build_alibi_tensor", None) for module in self._hf_modules)
+        build = next((maker for maker in makers if maker is not None), None)
         if build is not None:
             flat = build(mask.to(self.device).long(), self.n_heads, dtype=self.dtype)
             return flat.reshape(mask.shape[0], self.n_heads, -1, mask.shape[1])
@@ -580,11 +583,13 @@ class ModelView(HtmlTable):
 
     @property
     def mid_layers(self) -> range:
-        """The paper's layers: without the first quarter and the last one (3..10 of 12).
+        """The paper's layers: without the first quarter and the last one (3..10 of 12)."""
+        return range(self.n_layers // 4, self.n_layers - 1)
 
-        A model of one layer has no others than that one.
-        """
-        return range(self.n_layers // 4, max(1, self.n_layers - 1))
+    @property
+    def mid_or_all_layers(self) -> range:
+        """The paper's layers, or all of a model of one layer, which has none in the middle."""
+        return self.mid_layers or range(self.n_layers)
 
     # --- running ---------------------------------------------------------------------------
 

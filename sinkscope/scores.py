@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
-from sinkscope.attention import ScoreRule, eps_of, is_half
+from sinkscope.attention import ScoreRule, at_least_single, eps_of, is_half
 from sinkscope.capture import LayerReader, Part, stack_layers, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
@@ -520,11 +520,6 @@ def score_terms(
         total = sum(others, content)
         terms["soft_cap"] = rule.capped(total) - total
     return terms, size
-
-
-def at_least_single(tensor: Tensor) -> Tensor:
-    """Half precision as float32: our own sums should add no rounding to the model's."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what: str) -> float:

@@ -151,7 +151,7 @@ def head_sweep(
         layer_sink=changes[:, 0, -1],
         layer_loss=changes[:, 1, -1],
         layers=chosen,
-        mid_layers=tuple(view.mid_layers),
+        mid_layers=tuple(view.mid_or_all_layers),
         ablation="heads switched off" if ablation is None else repr(ablation),
     )
 
@@ -223,7 +223,7 @@ def _stretch_context(context: EditContext, n: int, of: int) -> EditContext:
 
 
 def _readers(view: ModelView) -> tuple[PatternReader, LossReader]:
-    return PatternReader(view.mid_layers, metrics.sink_score), LossReader(view)
+    return PatternReader(view.mid_or_all_layers, metrics.sink_score), LossReader(view)
 
 
 def _per_prompt(view: ModelView, readers: tuple[PatternReader, LossReader]) -> np.ndarray:

@@ -27,7 +27,7 @@ def model() -> Any:
 def test_a_model_of_one_layer_has_numbers_everywhere(kind: str) -> None:
     one = hook(tiny_gpt2(n_layers=1), kind)
     batch = ss.token_batch(one, IDS)
-    assert list(ss.model_view(one).mid_layers) == [0]
+    assert list(ss.model_view(one).mid_or_all_layers) == [0]
     table = ss.reproduce(one, batch).table1
     own = float(ss.patterns(one, batch)[:, 0, :, 4:, 0].mean())
     assert table.to_dataframe().sink_score.iloc[0] == pytest.approx(own)

@@ -130,7 +130,7 @@ class Table1Experiment:
         conditions = PAPER_CONDITIONS if conditions is None else conditions
         applied, self._not_applicable = split_by_applicability(view, batch, conditions)
         self._batch = batch
-        self._mid_layers = tuple(view.mid_layers)
+        self._mid_layers = tuple(view.mid_or_all_layers)
         self._beside_published = beside_published
         self._readers = {
             name: (ablation, PatternReader(range(view.n_layers), sink_score))
