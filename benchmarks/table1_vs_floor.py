@@ -12,6 +12,7 @@ import argparse
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import timing
 import torch
@@ -46,18 +47,18 @@ def main() -> None:
     size = arguments.batch_size
 
     @torch.inference_mode()
-    def floor() -> None:
+    def floor(batch: ss.TokenBatch) -> None:
         for _ in range(N_CONDITIONS):
             for chunk in batch.chunks(size):
                 bare.transformer(chunk.ids, use_cache=False)
 
-    def bridge() -> None:
+    def bridge(batch: ss.TokenBatch) -> None:
         with view.measuring():
             for _ in range(N_CONDITIONS):
                 for chunk in batch.chunks(size):
                     view.forward(chunk, view.n_layers)
 
-    def cached_loop() -> None:
+    def cached_loop(batch: ss.TokenBatch) -> None:
         for ablation in ss.PAPER_CONDITIONS.values():
             for n in range(len(batch)):
                 with ablation.applied(hooked):
@@ -66,14 +67,20 @@ def main() -> None:
                     pattern = cache[f"blocks.{layer}.attn.hook_pattern"]
                     pattern[0, :, arguments.length // 2 :, 0].mean()
 
-    works: dict[str, Callable[[], object]] = {
+    works: dict[str, Callable[[ss.TokenBatch], object]] = {
+        "floor, ten bare passes": floor,
         "hooked model, ten bare passes": bridge,
-        "table1": lambda: table1.run(view, batch, batch_size=size),
-        "reproduce": lambda: ss.reproduce(view, batch, batch_size=size),
+        "table1": lambda batch: table1.run(view, batch, batch_size=size),
+        "reproduce": lambda batch: ss.reproduce(view, batch, batch_size=size),
         "loop with cache": cached_loop,
     }
-    chosen = {n: w for n, w in works.items() if not arguments.only or n in arguments.only}
-    times = timing.measure({"floor, ten bare passes": floor, **chosen}, arguments.rounds)
+    asked = [*works] if not arguments.only else ["floor, ten bare passes", *arguments.only]
+    few = ss.token_batch(view, batch.ids[: min(size, 8)])
+    times = timing.measure(
+        {name: partial(works[name], batch) for name in asked},
+        arguments.rounds,
+        {name: partial(works[name], few) for name in asked},
+    )
     timing.show(
         f"GPT-2's shape with {arguments.layers} layers, {arguments.dtype}, "
         f"{arguments.prompts} prompts of {arguments.length}, batches of {size}",

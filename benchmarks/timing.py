@@ -14,14 +14,21 @@ from transformers import GPT2Config, GPT2LMHeadModel
 Work = Callable[[], Any]
 
 
-def measure(works: Mapping[str, Work], rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    works: Mapping[str, Work], rounds: int, warm_ups: Mapping[str, Work] | None = None
+) -> dict[str, dict[str, float]]:
     """Time each work against the first; one warm-up, then rounds forwards and backwards.
+
+    Args:
+        works: what to time, by name.
+        rounds: how often.
+        warm_ups: smaller works that touch the same code; the works themselves if None.
 
     Returns:
         for each name the median seconds (wall, cpu) and the median over rounds of its ratio to
         the first in the same round. CPU time leaves out what others on the machine took.
     """
-    for work in works.values():
+    for work in (works if warm_ups is None else warm_ups).values():
         work()
     wall: dict[str, list[float]] = {name: [] for name in works}
     cpu: dict[str, list[float]] = {name: [] for name in works}
