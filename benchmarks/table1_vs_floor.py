@@ -1,7 +1,8 @@
 """Table 1 and the whole reproduction against their floor: bare forward passes.
 
 The floor of a ten-condition table is ten forward passes of the same model over the same
-batches: transformers with eager attention, no hooks, no output head. Beside it stand the bare
+batches: transformers with eager attention, no hooks, no output head, and no layer after the last
+one that the table reads. Beside it stand the bare
 pass of TransformerLens' hooked model, which sinkscope runs on, and the loop that users write
 today: one prompt and one condition at a time, with everything cached.
 """
@@ -45,6 +46,8 @@ def main() -> None:
     view = model_view(hooked)
     batch = ss.token_batch(view, timing.prompts(arguments.prompts, arguments.length))
     size = arguments.batch_size
+    end = view.mid_or_all_layers[-1] + 1
+    bare.transformer.h = bare.transformer.h[:end]
 
     @torch.inference_mode()
     def floor(batch: ss.TokenBatch) -> None:
@@ -56,7 +59,7 @@ def main() -> None:
         with view.measuring():
             for _ in range(N_CONDITIONS):
                 for chunk in batch.chunks(size):
-                    view.forward(chunk, view.n_layers)
+                    view.forward(chunk, end)
 
     def cached_loop(batch: ss.TokenBatch) -> None:
         for ablation in ss.PAPER_CONDITIONS.values():

@@ -4,8 +4,12 @@
     python scripts/mutation_check.py --module scores --sample 40
 
 Mutants are made from the source as it is, by kinds (a sign, a scale, an axis, off by one, a mask
-turned round, raw and effective bias, ...), each in a copy of the package. A mutant is caught if
-a test fails, an import breaks or the time is up. Exits with 1 if fewer than `--least` of them are.
+turned round, raw and effective bias, ...), each in a copy of the package. The tests run once on
+the package as it is, with a trace of the lines that each of them reaches (needs `coverage`). A
+mutant then meets the tests that reach its line, the quickest first, and after them the others
+that reach its module. It is caught if one of them fails, an import breaks or the time is up; it
+survives if none has failed when `--budget` seconds are over. Outcomes in `--out` are kept, and a
+second run goes on from there. Exits with 1 if fewer than `--least` are caught.
 """
 
 from __future__ import annotations
@@ -26,40 +30,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinkscope"
 
-SHARED = ("situations", "test_random_models.py", "test_padding_changes_nothing.py")
-TESTS = {
-    "metrics": ("test_sink_metrics.py", "test_metrics.py", "test_identities.py", *SHARED),
-    "massive": ("test_massive.py", "test_finders.py", "test_errors.py"),
-    "epe": ("test_identities.py", "test_folded_weights.py", "test_planted.py", *SHARED),
-    "scores": (
-        "test_identities.py",
-        "test_folded_weights.py",
-        "test_architectures.py",
-        "test_other_architectures.py",
-        *SHARED,
-    ),
-    "attention": ("test_architectures.py",),
-    "circuits": ("test_survey.py",),
-    "ablations": ("test_ablations.py", *SHARED, "test_other_architectures.py", "test_errors.py"),
-    "fidelity": ("test_identities.py", *SHARED),
-    "measures": ("test_identities.py", "test_other_architectures.py", *SHARED),
-    "guard": ("situations/test_attention_maths.py", "test_other_architectures.py", *SHARED),
-    "model": (
-        "test_identities.py",
-        "test_folded_weights.py",
-        "test_other_architectures.py",
-        "test_restoration.py",
-        *SHARED,
-        "test_leaves_no_trace.py",
-        "test_ablations.py",
-        "test_errors.py",
-    ),
-}
-"""Which tests may catch a mutant of which module, the quickest first."""
+MODULES = (
+    *("ablations", "attention", "circuits", "epe", "fidelity", "guard", "massive"),
+    *("measures", "metrics", "model", "scores"),
+)
+TESTS = (
+    "situations",
+    "test_ablations.py",
+    "test_architectures.py",
+    "test_capture.py",
+    "test_errors.py",
+    "test_extension.py",
+    "test_finders.py",
+    "test_folded_weights.py",
+    "test_identities.py",
+    "test_leaves_no_trace.py",
+    "test_massive.py",
+    "test_metrics.py",
+    "test_mitigations.py",
+    "test_other_architectures.py",
+    "test_padding_changes_nothing.py",
+    "test_planted.py",
+    "test_random_models.py",
+    "test_reference.py",
+    "test_restoration.py",
+    "test_sink_metrics.py",
+    "test_small_and_strange.py",
+    "test_survey.py",
+)
+"""The tests that may catch a mutant: those that no file, process or browser slows down."""
 
 NOT_NUMERIC = {"overview", "__str__", "__repr__", "name", "dtype", "device", "weights_hash"}
 """Functions that words, hashes and displays come from, tested elsewhere."""
@@ -122,25 +126,33 @@ class Mutant:
     function: str
     kind: str
     line: int
+    last: int
     before: str
     after: str
-    number: int
+    nth: int
+    """Of those that read alike."""
 
 
 def mutants_of(module: str) -> Iterator[tuple[Mutant, str]]:
     """Each mutant of a module with the module's whole changed source."""
     tree = ast.parse((PACKAGE / f"{module}.py").read_text("utf-8"))
     count = sum(1 for _ in _sites(tree))
+    alike: Counter[tuple[str, ...]] = Counter()
     for number in range(count):
         changed = copy.deepcopy(tree)
-        owner, statement, node, kind, change = list(_sites(changed))[number]
+        owner, statement, _, kind, change = list(_sites(changed))[number]
         before = ast.unparse(statement)
         change()
         after = ast.unparse(statement)
         ast.fix_missing_locations(changed)
         if before != after:
-            mutant = Mutant(module, owner, kind, node.lineno, before, after, number)
-            yield mutant, ast.unparse(changed)
+            what = (owner, kind, before, after)
+            where = (statement.lineno, statement.end_lineno)
+            yield (
+                Mutant(module, owner, kind, *where, before, after, alike[what]),
+                ast.unparse(changed),
+            )
+            alike[what] += 1
 
 
 def _sites(tree: ast.Module) -> Iterator[tuple]:
@@ -318,8 +330,57 @@ def preload() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def start(source: str | None, module: str, tests: Sequence[str], log: Path) -> int:
-    """Fork a child that runs some tests on a changed package; gives its id."""
+class Trace:
+    """Of each test how long it took and which lines of the package it reached."""
+
+    def __init__(self, coverage: Any) -> None:
+        self.seconds: dict[str, float] = {}
+        self._coverage = coverage
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def lines(self) -> dict[str, dict[str, list[str]]]:
+        """`module -> line -> tests`."""
+        data = self._coverage.get_data()
+        found: dict[str, dict[str, list[str]]] = {}
+        for file in data.measured_files():
+            reached = data.contexts_by_lineno(file)
+            found[Path(file).stem] = {
+                str(line): [name for name in tests if name] for line, tests in reached.items()
+            }
+        return found
+
+
+class Chosen:
+    """Runs chosen tests in a given order, until one fails or the time is over."""
+
+    def __init__(self, order: Sequence[str], budget: float) -> None:
+        self._place = {name: n for n, name in enumerate(order)}
+        self._budget = budget
+        self._began = 0.0
+        self.over = False
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.nodeid in self._place]
+        items.sort(key=lambda item: self._place[item.nodeid])
+        self._began = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.over = self.over or time.monotonic() - self._began > self._budget
+
+    def pytest_runtest_protocol(self, item: Any) -> None:
+        if self.over:
+            item.session.shouldstop = "the time is over"
+
+
+def start(
+    source: str | None, module: str, files: Sequence[str], log: Path, plugin: object = None
+) -> int:
+    """Fork a child that runs test files, from `tests/`, on a changed package; gives its id."""
     child = os.fork()
     if child:
         return child
@@ -340,9 +401,11 @@ def start(source: str | None, module: str, tests: Sequence[str], log: Path) -> i
         os.chdir(ROOT)
         import pytest
 
-        files = [str(ROOT / "tests" / name) for name in tests]
+        paths = [str(ROOT / "tests" / name) for name in files]
         options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
-        code = int(pytest.main([*options, *dict.fromkeys(files)]))
+        code = int(pytest.main([*options, *paths], plugins=[plugin] if plugin else []))
+        if isinstance(plugin, Chosen) and plugin.over and code == pytest.ExitCode.INTERRUPTED:
+            code = 0
         shutil.rmtree(place, ignore_errors=True)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}")
@@ -351,13 +414,53 @@ def start(source: str | None, module: str, tests: Sequence[str], log: Path) -> i
         os._exit(code)
 
 
-def unchanged(modules: list[str]) -> tuple[int, str]:
-    """The tests of some modules on the package as it is: they must pass."""
-    files = [name for module in modules for name in TESTS[module]]
+def trace() -> dict[str, Any]:
+    """Run all tests on the package as it is; what `Trace` noted, as `{"seconds", "lines"}`.
+
+    Raises:
+        SystemExit: a test failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        _, status = os.waitpid(start(None, "", files, log), 0)
-        return os.waitstatus_to_exitcode(status), log.read_text("utf-8", "replace")[-2000:]
+        child = os.fork()
+        if not child:
+            code = 3
+            try:
+                os.environ.setdefault("HYPOTHESIS_CASES", "60")
+                os.chdir(ROOT)
+                sys.path.insert(0, str(ROOT))
+                import coverage
+                import pytest
+
+                tracer = coverage.Coverage(data_file=None, source=[str(PACKAGE)])
+                noted = Trace(tracer)
+                tracer.start()
+                files = [str(ROOT / "tests" / name) for name in TESTS]
+                options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header"]
+                code = int(pytest.main([*options, *files], plugins=[noted]))
+                tracer.stop()
+                found = {"seconds": noted.seconds, "lines": noted.lines()}
+                (Path(folder) / "trace.json").write_text(json.dumps(found), "utf-8")
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status):
+            raise SystemExit("The tests fail without any mutant")
+        return json.loads((Path(folder) / "trace.json").read_text("utf-8"))
+
+
+def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
+    """Tests that reach the mutant's lines, the quickest first, then those of its module.
+
+    A model that tests share is made by the first of them, which alone then reaches the lines
+    that make it: so others of the module count too.
+    """
+    lines = traced["lines"].get(mutant.module, {})
+    near: set[str] = set()
+    for line in range(mutant.line, mutant.last + 1):
+        near.update(lines.get(str(line), ()))
+    rest = {name for names in lines.values() for name in names} - near
+    return [name for group in (near, rest) for name in sorted(group, key=traced["seconds"].get)]
 
 
 def verdict(code: int | None, log: Path) -> tuple[str, str]:
@@ -369,20 +472,23 @@ def verdict(code: int | None, log: Path) -> tuple[str, str]:
     return ("survived", "") if code == 0 else ("caught", failed[0][:160] if failed else "")
 
 
-def run(chosen: list[tuple[Mutant, str]], jobs: int, timeout: float) -> Iterator[dict]:
+def run(
+    chosen: list[tuple[Mutant, str]], traced: dict[str, Any], jobs: int, budget: float
+) -> Iterator[dict]:
     """Run every mutant's tests, some at a time."""
     waiting = list(enumerate(chosen))
     running: dict[int, tuple[int, float, Path]] = {}
+    timeout = 3 * budget
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < jobs:
                 index, (mutant, source) = waiting.pop(0)
                 log = Path(folder) / f"{index}.log"
-                running[start(source, mutant.module, TESTS[mutant.module], log)] = (
-                    index,
-                    time.monotonic(),
-                    log,
-                )
+                order = order_for(mutant, traced)
+                files = dict.fromkeys(name.split("::")[0].removeprefix("tests/") for name in order)
+                plugin = Chosen(order, budget)
+                child = start(source, mutant.module, [*files], log, plugin)
+                running[child] = (index, time.monotonic(), log)
             time.sleep(0.05)
             for child, (index, began, log) in list(running.items()):
                 done, status = os.waitpid(child, os.WNOHANG)
@@ -400,23 +506,28 @@ def run(chosen: list[tuple[Mutant, str]], jobs: int, timeout: float) -> Iterator
                 yield asdict(chosen[index][0]) | {"outcome": outcome, "by": by, "seconds": seconds}
 
 
+def _key(mutant: dict) -> str:
+    """A mutant by what it changes, so that lines may move between two runs."""
+    return "|".join(
+        str(mutant[name]) for name in ("module", "function", "kind", "before", "after", "nth")
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--module", action="append", choices=sorted(TESTS), help="some modules")
+    parser.add_argument("--module", action="append", choices=MODULES, help="some modules")
     parser.add_argument("--function", help="only functions whose name holds this")
     parser.add_argument("--sample", type=int, help="so many mutants, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant")
+    parser.add_argument("--budget", type=float, default=120, help="seconds of tests for a mutant")
     parser.add_argument("--least", type=float, default=0.95, help="share that must be caught")
-    parser.add_argument("--out", type=Path, help="where to write the outcomes as JSON")
-    parser.add_argument(
-        "--no-baseline", action="store_true", help="trust that the tests pass without mutants"
-    )
+    parser.add_argument("--out", type=Path, help="where to keep the outcomes as JSON")
+    parser.add_argument("--trace", type=Path, help="where to keep the trace, to use it again")
     parser.add_argument("--list", action="store_true", help="only say which mutants there are")
     arguments = parser.parse_args()
 
-    chosen = [m for name in arguments.module or sorted(TESTS) for m in mutants_of(name)]
+    chosen = [m for name in arguments.module or MODULES for m in mutants_of(name)]
     if arguments.function:
         chosen = [m for m in chosen if arguments.function in m[0].function]
     if arguments.sample is not None and arguments.sample < len(chosen):
@@ -429,13 +540,19 @@ def main() -> int:
         return 0
 
     preload()
-    modules = sorted({mutant.module for mutant, _ in chosen})
-    code, log = (0, "") if arguments.no_baseline else unchanged(modules)
-    if code:
-        print(f"The tests fail without any mutant:\n{log}")
-        return 2
-    outcomes: list[dict] = []
-    for outcome in run(chosen, arguments.jobs, arguments.timeout):
+    if arguments.trace and arguments.trace.exists():
+        traced = json.loads(arguments.trace.read_text("utf-8"))
+    else:
+        traced = trace()
+        if arguments.trace:
+            arguments.trace.write_text(json.dumps(traced), "utf-8")
+    known: dict[str, dict] = {}
+    if arguments.out and arguments.out.exists():
+        known = {_key(o): o for o in json.loads(arguments.out.read_text("utf-8"))}
+    there = [known[key] for m, _ in chosen if (key := _key(asdict(m))) in known]
+    left = [m for m in chosen if _key(asdict(m[0])) not in known]
+    outcomes = there
+    for outcome in run(left, traced, arguments.jobs, arguments.budget):
         outcomes.append(outcome)
         line = "{outcome:9} {seconds:6.1f} s  {module}:{line} {function} [{kind}]"
         print(f"{len(outcomes)}/{len(chosen)} {line.format(**outcome)}", flush=True)

@@ -212,6 +212,8 @@ def run_passes(
         store: what is there already is not run again.
     """
     _require_fit(view, batch)
+    for run in passes[:1]:
+        run.runs_on = True
     others: list[tuple[int, int]] = []
     done = 0
     with view.measuring():
@@ -318,6 +320,8 @@ class Pass:
         self._guard: PatternGuard | None = None
         self._most: int | None = None
         self._ran = False
+        self.runs_on = False
+        """Whether the first chunk runs to the end, to see that the model passes no site twice."""
 
     def over(self, chunk: TokenBatch, start: int) -> list[Part] | None:
         """Run the model over one chunk, within `view.measuring()`; each reader's part of it.
@@ -416,13 +420,16 @@ class Pass:
                 for reader in interested:
                     reader.read(site, tensor, chunk)
                 waiting.remove(site)
-                # The first chunk runs on, to see that each edit takes place and no site repeats.
-                if not waiting and self._ran:
+                if not waiting and (self._ran or not self._looks_on()):
                     stop()
 
             return read
 
         return [(site, hook_for(site, interested)) for site, interested in at.items()]
+
+    def _looks_on(self) -> bool:
+        """An edit may come after all that is read, where it changes nothing but takes place."""
+        return self.runs_on or not all(witness.fired for witness in self._witnesses)
 
     def report(self) -> None:
         """Say which edits did nothing, once all chunks have run; nothing if none has.

@@ -93,7 +93,8 @@ class PatternGuard:
         except NotApplicableError:
             return
         q, k = (at_least_single(seen[name]).transpose(1, 2) for name in ("q", "k"))
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        if q.shape[1] != k.shape[1]:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         q, k = rule.queries(q), rule.keys(k)
         scores = rule.scale * q @ k.transpose(-1, -2)
         if rule.position_bias is not None:
@@ -120,11 +121,13 @@ class PatternGuard:
     def _softmax_eps(self, pattern: Tensor, visible: Tensor) -> float:
         """Many models compute the softmax in float32 whatever their dtype; its sums tell."""
         eps = eps_of(pattern.dtype)
+        if pattern.dtype != torch.float64:
+            return eps
         single = self._single or self._view.parts.sink_logits
         if not single:
             off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0).amax()
             single = float(off) > FACTOR * eps
-        return max(eps, eps_of(torch.float32)) if single else eps
+        return eps_of(torch.float32) if single else eps
 
 
 def _refuse(per_head: Tensor, allowed: float, layer: int, what: str, fix: str) -> None:
