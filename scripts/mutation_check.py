@@ -65,6 +65,12 @@ TESTS = (
 )
 """The tests that may catch a mutant: those that no file, process or browser slows down."""
 
+OPTIONS = (
+    *("-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=line"),
+    # What `preload` imported may be a plugin that pytest would like to have imported itself.
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+)
+
 NOT_NUMERIC = {"overview", "__str__", "__repr__", "name", "dtype", "device", "weights_hash"}
 """Functions that words, hashes and displays come from, tested elsewhere."""
 
@@ -347,9 +353,9 @@ class Trace:
         """`module -> line -> tests`."""
         data = self._coverage.get_data()
         found: dict[str, dict[str, list[str]]] = {}
-        for file in data.measured_files():
-            reached = data.contexts_by_lineno(file)
-            found[Path(file).stem] = {
+        for file in (PACKAGE / f"{module}.py" for module in MODULES):
+            reached = data.contexts_by_lineno(str(file))
+            found[file.stem] = {
                 str(line): [name for name in tests if name] for line, tests in reached.items()
             }
         return found
@@ -402,8 +408,7 @@ def start(
         import pytest
 
         paths = [str(ROOT / "tests" / name) for name in files]
-        options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
-        code = int(pytest.main([*options, *paths], plugins=[plugin] if plugin else []))
+        code = int(pytest.main([*OPTIONS, *paths], plugins=[plugin] if plugin else []))
         if isinstance(plugin, Chosen) and plugin.over and code == pytest.ExitCode.INTERRUPTED:
             code = 0
         shutil.rmtree(place, ignore_errors=True)
@@ -435,11 +440,12 @@ def trace() -> dict[str, Any]:
                 noted = Trace(tracer)
                 tracer.start()
                 files = [str(ROOT / "tests" / name) for name in TESTS]
-                options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header"]
-                code = int(pytest.main([*options, *files], plugins=[noted]))
+                code = int(pytest.main([*OPTIONS, *files], plugins=[noted]))
                 tracer.stop()
                 found = {"seconds": noted.seconds, "lines": noted.lines()}
                 (Path(folder) / "trace.json").write_text(json.dumps(found), "utf-8")
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}")
             finally:
                 sys.stdout.flush()
                 os._exit(code)
