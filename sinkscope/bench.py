@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope import metrics
 from sinkscope.ablations import Ablation
-from sinkscope.capture import Pass, Progress, Reader, run_passes
+from sinkscope.capture import Pass, Progress, Reader, Total, require_progress, run_passes
 from sinkscope.controls import equal_budget_control
 from sinkscope.costs import (
     DivergenceReader,
@@ -30,7 +30,7 @@ from sinkscope.costs import (
     streaming_loss,
 )
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
-from sinkscope.experiments._engine import Total, split_by_applicability
+from sinkscope.experiments._engine import split_by_applicability
 from sinkscope.massive import TopK
 from sinkscope.measures import PatternReader
 from sinkscope.mitigations import (
@@ -315,6 +315,7 @@ def mitigation_bench(
         NotApplicableError: none of the mitigations applies.
     """
     view = model_view(model)
+    require_progress(progress, total)
     batch = prompts if isinstance(prompts, TokenBatch) else token_batch(view, prompts)
     seeds = _checked_seeds(seeds)
     shortest = int(batch.lengths.min())

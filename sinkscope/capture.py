@@ -41,6 +41,9 @@ LOGITS = Site("logits")
 Progress = Callable[[int], None]
 """Called with the number of prompts that a chunk held, when the chunk is done."""
 
+Total = Callable[[int], None]
+"""Called at the start with the number of prompts that will run, counted over all passes."""
+
 Part = Mapping[str, Tensor]
 """What a reader made of one chunk, by name: all that is kept, stored or sent of it."""
 
@@ -137,6 +140,21 @@ class LayerReader(KeepingReader):
         return stack_layers(([self.joined(str(layer))] for layer in self._layers), self._device)
 
 
+def require_progress(progress: Any, total: Any = None) -> None:
+    """Raise unless these are functions, or None.
+
+    Called before anything runs by all that report how far they are.
+    """
+    for name, given in (("progress", progress), ("total", total)):
+        if given is not None and not callable(given):
+            raise InvalidInputError(
+                f"{name} is not a function",
+                expected=f"{name}(number of prompts), or None",
+                got=repr(given)[:80],
+                fix="pass a function such as lambda n: bar.update(n)",
+            )
+
+
 def stream(
     view: ModelView,
     batch: TokenBatch,
@@ -211,6 +229,7 @@ def run_passes(
         progress: told how many prompts are done, after each pass over a chunk.
         store: what is there already is not run again.
     """
+    require_progress(progress)
     _require_fit(view, batch)
     others: list[tuple[int, int]] = []
     done = 0

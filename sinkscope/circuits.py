@@ -21,10 +21,19 @@ from sinkscope.ablations import (
     ZeroKeyColumns,
 )
 from sinkscope.attention import ScoreRule, at_least_single
-from sinkscope.capture import LayerReader, Part, Pass, Progress, Reader, run_passes
+from sinkscope.capture import (
+    LayerReader,
+    Part,
+    Pass,
+    Progress,
+    Reader,
+    Total,
+    require_progress,
+    run_passes,
+)
 from sinkscope.epe import extract_epe
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
-from sinkscope.experiments._engine import Total, applicable
+from sinkscope.experiments._engine import applicable
 from sinkscope.massive import MeanStd, find_massive_coordinates
 from sinkscope.measures import PatternReader
 from sinkscope.model import ModelView, model_view
@@ -220,6 +229,7 @@ def survey(
         InvalidInputError: no model, or prompts that can't be read.
         IdentityError: a model's scores are not what its parts make them.
     """
+    require_progress(progress, total)
     several = list(models) if isinstance(models, (list, tuple)) else [models]
     if not several:
         raise InvalidInputError(
