@@ -21,6 +21,7 @@ from sinkscope.ablations import (
     Edit,
     EditContext,
     refuse_dead_edits,
+    require_ablation,
 )
 from sinkscope.errors import (
     EditError,
@@ -319,17 +320,8 @@ class Pass:
     def __init__(
         self, view: ModelView, readers: Sequence[Reader], ablation: Ablation | None = None
     ) -> None:
-        ablation = Composition() if ablation is None else ablation
-        if not isinstance(ablation, Ablation):
-            raise InvalidInputError(
-                "This is not an ablation",
-                expected="one of sinkscope.ablations, a sum of them, or "
-                "Ablation.from_hook(site, fn)",
-                got=repr(ablation),
-                fix="look conditions up by name with sinkscope.ablations.condition(name)",
-            )
         self.readers = readers
-        self.ablation = ablation
+        self.ablation = require_ablation(Composition() if ablation is None else ablation)
         self._view = view
         self._last = _last_layer(view, readers)
         self._witnesses: list[_Witness] = []

@@ -31,7 +31,7 @@ from sinkscope.capture import (
     require_progress,
     run_passes,
 )
-from sinkscope.epe import extract_epe
+from sinkscope.epe import epe_found_once, extract_epe
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
 from sinkscope.experiments._engine import applicable
 from sinkscope.massive import MeanStd, find_massive_coordinates
