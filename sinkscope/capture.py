@@ -23,6 +23,7 @@ from sinkscope.ablations import (
     refuse_dead_edits,
     require_ablation,
 )
+from sinkscope.epe import epe_found_once
 from sinkscope.errors import (
     EditError,
     InvalidInputError,
@@ -234,7 +235,7 @@ def run_passes(
     _require_fit(view, batch)
     others: list[tuple[int, int]] = []
     done = 0
-    with view.measuring():
+    with view.measuring(), epe_found_once():
         for number, chunk in enumerate(batch.chunks(batch_size)):
             start, done = done, done + len(chunk)
             if store is not None and not store.mine(number):

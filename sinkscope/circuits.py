@@ -288,6 +288,7 @@ class _Runner:
         return _mean(reader.result())
 
 
+@epe_found_once()
 def _row(runner: _Runner) -> SurveyRow:
     view, batch = runner.view, runner.batch
     conditions = {name: a for name, a in PAPER_CONDITIONS.items() if name != "Baseline"}

@@ -15,6 +15,7 @@ from typing import Any
 import sinkscope
 from sinkscope.capture import Progress, Total, require_progress
 from sinkscope.display import HtmlTable
+from sinkscope.epe import epe_found_once
 from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.experiments._engine import Experiment, run_experiments
 from sinkscope.experiments.attention_maps import AttentionMaps, AttentionMapsExperiment
@@ -149,6 +150,7 @@ def load_summary(path: str | Path) -> dict[str, Any]:
     return read_json(file, json.loads(text), "results.json")
 
 
+@epe_found_once()
 def reproduce(
     model: Any,
     batch: TokenBatch,
