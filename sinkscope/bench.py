@@ -32,7 +32,7 @@ from sinkscope.costs import (
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
 from sinkscope.experiments._engine import split_by_applicability
 from sinkscope.massive import TopK
-from sinkscope.measures import PatternReader
+from sinkscope.measures import PatternReader, of_received
 from sinkscope.mitigations import (
     CalibrateAttention,
     ClampActivations,
@@ -348,14 +348,15 @@ def mitigation_bench(
         measured, control_values = _stream_all(view, batch, runs, controls, batch_size, progress)
         more, reasons = _extras(runs, extras, len(batch), progress)
     families = [_family(ablation) for ablation in runs.values()]
+    received = np.stack([m["received"] for m in measured.values()])
     return MitigationBench(
         values=_values(measured, more, view.mid_or_all_layers),
         controls=_control_array(
             list(runs), seeds, len(batch), control_values, view.mid_or_all_layers
         ),
         sinks=np.stack([m["sinks"] for m in measured.values()]),
-        rates=np.stack([m["rates"] for m in measured.values()]),
-        positions=np.stack([m["positions"] for m in measured.values()]),
+        rates=received[..., 0],
+        positions=received[..., 1].astype(np.int64),
         residual=np.stack([m["residual"] for m in measured.values()]),
         names=tuple(runs),
         families=tuple(name for name, _ in families),
@@ -457,8 +458,9 @@ class _Measured:
         }
         if everything:
             self._readers |= {
-                "rates": PatternReader(layers, _rate),
-                "positions": PatternReader(layers, _position),
+                "received": PatternReader(
+                    layers, of_received(metrics.sink_rate, metrics.sink_position)
+                ),
                 "entropy": PatternReader(layers, entropy),
                 "residual": residual_reader(layers),
             }
@@ -470,14 +472,6 @@ class _Measured:
     def arrays(self) -> dict[str, np.ndarray]:
         """Every reader's result."""
         return {name: _array(reader.result()) for name, reader in self._readers.items()}
-
-
-def _rate(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
-    return metrics.sink_rate(metrics.received_attention(pattern, mask, visible), mask)
-
-
-def _position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
-    return metrics.sink_position(metrics.received_attention(pattern, mask, visible), mask)
 
 
 def _stream_all(

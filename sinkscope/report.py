@@ -332,7 +332,7 @@ def _versions(provenance: Any) -> str:
 
 
 def _verdict(run: Reproduction) -> str:
-    words = verdict(run.table1, run.provenance["lengths"])
+    words = verdict(run.table1)
     items = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.sentences)
     name = run.provenance["model"]
     known = name == DEMO_NAME or name.startswith(f"{DEMO_NAME}-planted")
