@@ -71,7 +71,8 @@ class SurveyRow:
         first_mlp: whether layer 0 has an MLP.
         normalization: "LN", "RMS" or such.
         other_parts: of QK-norm, soft cap, sink logits, shared keys, sliding window.
-        starts_with_bos: how many prompts start with the BOS token.
+        starts_with_bos: how many prompts start with the BOS token, or with [CLS] where the
+            tokenizer has no BOS (BERT).
         n_prompts: how many there were.
         sink_score: the paper's, mean over mid layers, heads and prompts.
         uniform: what uniform attention over the keys that each query sees would give it.
