@@ -182,7 +182,7 @@ def report_html(
     }
     if survey is not None:
         sections["Which circuit"] = _survey(survey)
-    if run.not_applicable:
+    if _missing(run):
         sections["Not applicable"] = _not_applicable(run)
     sections["Repeat it"] = _repeat(run)
     return _page(f"Attention sinks in {run.provenance['model']}", sections, plotlyjs)
@@ -458,7 +458,13 @@ def _survey_cell(value: Any) -> str:
 
 
 def _not_applicable(run: Reproduction) -> str:
-    return _table(["result", "reason"], list(run.not_applicable.items()))
+    return _table(["result", "reason"], _missing(run))
+
+
+def _missing(run: Reproduction) -> list[tuple[str, str]]:
+    """Results and forms of results that the model does not have, with the reason."""
+    forms = () if run.epe_fidelity is None else run.epe_fidelity.not_applicable
+    return [*run.not_applicable.items(), *((f"epe_fidelity, {f}", reason) for f, reason in forms)]
 
 
 def _repeat(run: Reproduction) -> str:
