@@ -49,6 +49,9 @@ Total = Callable[[int], None]
 Part = Mapping[str, Tensor]
 """What a reader made of one chunk, by name: all that is kept, stored or sent of it."""
 
+Piece = tuple[int, Sequence[Part]]
+"""The number of the first prompt, and each reader's part; a chunk that fits has a single one."""
+
 PASSING = "passing."
 """Names that begin so are of use only until all passes over a chunk are done."""
 
@@ -195,12 +198,16 @@ class Store(Protocol):
         """Whether this process runs the chunk of this number."""
         ...
 
-    def load(self, run: int, start: int, readers: int) -> list[Part] | None:
-        """The parts of a pass over the chunk that begins at `start`, if they are there."""
+    def load(self, run: int, start: int, readers: int) -> list[Piece] | None:
+        """The pieces of a pass over the chunk that begins at `start`, if they are there."""
         ...
 
     def save(self, run: int, start: int, parts: Sequence[Part]) -> None:
-        """Keep the parts of a pass over a chunk."""
+        """Keep the parts of a pass over a whole chunk."""
+        ...
+
+    def save_pieces(self, start: int, passes: Sequence[Sequence[Piece]]) -> None:
+        """Keep, in one step, what all passes made of a chunk that ran in pieces."""
         ...
 
     def close(self, start: int) -> None:
@@ -276,39 +283,71 @@ def _run_chunk(
     """All passes over a chunk; in pieces where it does not fit in memory.
 
     Readers then get the pieces' parts over those that earlier passes made of the whole chunk:
-    parts count by their first prompt, and the pieces begin where the chunk does. Pieces are not
-    stored, since a store knows chunks by their first prompt alone.
+    parts count by their first prompt, and the pieces begin where the chunk does.
     """
     for index, run in enumerate(passes):
-        parts = None if store is None else store.load(index, start, len(run.readers))
-        if parts is None:
-            parts = run.over(chunk, start)
-            if parts is None:
-                for piece in chunk.chunks(max(1, len(chunk) // 2)):
-                    _run_chunk(passes, piece, start, None, None)
-                    start += len(piece)
+        pieces = None if store is None else store.load(index, start, len(run.readers))
+        if pieces is None:
+            ran = run.over(chunk, start)
+            if ran is None:
+                made = _in_pieces(passes, chunk, start)
+                if store is not None:
+                    on_cpu = [[(at, _on_cpu(parts)) for at, parts in pieces] for pieces in made]
+                    store.save_pieces(start, on_cpu)
                 if progress is not None:
                     progress(len(chunk) * (len(passes) - index))
                 return
             if store is not None:
-                parts = [{name: kept.cpu() for name, kept in part.items()} for part in parts]
-                store.save(index, start, parts)
-        run.add(start, parts)
+                ran = _on_cpu(ran)
+                store.save(index, start, ran)
+            pieces = [(start, ran)]
+        for at, parts in pieces:
+            run.add(at, parts)
         if progress is not None:
             progress(len(chunk))
 
 
+def _in_pieces(passes: Sequence[Pass], chunk: TokenBatch, start: int) -> list[list[Piece]]:
+    """All passes over one half of a chunk, then over the other; the lasting parts of each pass."""
+    made: list[list[Piece]] = [[] for _ in passes]
+    for piece in chunk.chunks(max(1, len(chunk) // 2)):
+        for pieces, more in zip(made, _over_piece(passes, piece, start), strict=True):
+            pieces.extend(more)
+        start += len(piece)
+    return made
+
+
+def _over_piece(passes: Sequence[Pass], piece: TokenBatch, start: int) -> list[list[Piece]]:
+    made: list[list[Piece]] = []
+    for run in passes:
+        parts = run.over(piece, start)
+        if parts is None:
+            return _in_pieces(passes, piece, start)
+        run.add(start, parts)
+        lasting = [
+            {name: kept for name, kept in part.items() if not name.startswith(PASSING)}
+            for part in parts
+        ]
+        made.append([(start, lasting)])
+    return made
+
+
+def _on_cpu(parts: Sequence[Part]) -> list[Part]:
+    return [{name: kept.cpu() for name, kept in part.items()} for part in parts]
+
+
 def _add_from_another(passes: Sequence[Pass], start: int, store: Store) -> None:
     for index, run in enumerate(passes):
-        parts = store.load(index, start, len(run.readers))
-        if parts is None:
+        pieces = store.load(index, start, len(run.readers))
+        if pieces is None:
             raise LoadError(
                 f"Another process left nothing of the prompts from number {start} on",
                 expected="processes that write to one directory and run to their end",
                 got="no file",
                 fix="start them on one machine, or write to a file system that all share",
             )
-        run.add(start, parts)
+        for at, parts in pieces:
+            run.add(at, parts)
 
 
 class Pass:
