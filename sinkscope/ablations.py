@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope._types import Layers, Mask, Rows
+from sinkscope.attention import at_least_single
 from sinkscope.epe import EPE, extract_epe
 from sinkscope.errors import EditError, InvalidInputError, NotApplicableError
 from sinkscope.massive import Rule, TopK, find_massive_coordinates
@@ -569,6 +570,22 @@ def condition(name: str) -> Ablation:
 # --- shared mechanics ---------------------------------------------------------------------
 
 
+def require_ablation(ablation: Any) -> Ablation:
+    """The ablation itself, if it is one.
+
+    Raises:
+        InvalidInputError: it is not.
+    """
+    if not isinstance(ablation, Ablation):
+        raise InvalidInputError(
+            "This is not an ablation",
+            expected="one of sinkscope.ablations, a sum of them, or Ablation.from_hook(site, fn)",
+            got=repr(ablation)[:120],
+            fix="look conditions up by name with sinkscope.ablations.condition(name)",
+        )
+    return ablation
+
+
 def refuse_dead_edits(view: ModelView, edits: Sequence[Edit]) -> None:
     """An edit after the fact changes what is read and not what the model does."""
     late = {Site(k, n) for k in ("attn_scores", "pattern") for n in range(view.n_layers)}
@@ -601,6 +618,34 @@ def positions_of(view: ModelView, positions: Layers) -> tuple[int, ...] | None:
             fix="choose a position that the prompts have",
         )
     return chosen
+
+
+def within_range(edit: Edit, *numbers: float) -> Edit:
+    """An edit by numbers of the caller's, refused in the run where it leaves the dtype's range.
+
+    Norms and scores square what they are given, in float32 where the model is in half precision,
+    so that a sum of squares that overflows is refused as well. Numbers up to 1 in size can't do
+    this, and such an edit is given back as it is.
+    """
+    if all(abs(number) <= 1 for number in numbers):
+        return edit
+
+    def checked(tensor: Tensor, hook: Any) -> Tensor | None:
+        after = edit.fn(tensor, hook=hook)
+        if after is not None and _overflows(after) and not _overflows(tensor):
+            raise EditError(
+                f"An edit at {edit.site} makes numbers that {tensor.dtype} can't compute with",
+                expected="finite numbers with a finite sum of squares",
+                got=f"from {', '.join(dict.fromkeys(f'{n:.4g}' for n in numbers))}"[:80],
+                fix="use smaller numbers, or a dtype of more range",
+            )
+        return after
+
+    return Edit(edit.site, checked, edit.only_looks)
+
+
+def _overflows(x: Tensor) -> bool:
+    return not bool(at_least_single(x).square().sum(-1).isfinite().all())
 
 
 def _zero(site: Site, rows: RowPositions, positions: tuple[int, ...] | None) -> Edit:
@@ -676,7 +721,7 @@ def _query_bias_edit(
     def subtract(q: Tensor, hook: Any) -> Tensor:
         return q - taken.per_token(q, context.rows)[..., None] * bias
 
-    return Edit(Site("q", layer), subtract)
+    return within_range(Edit(Site("q", layer), subtract), factor)
 
 
 def key_column_edits(
@@ -738,7 +783,10 @@ def _key_column_pair(
         removed = taken.per_token(k, context.rows) * seen.pop("coordinates")[..., None, :]
         return k - torch.einsum("bphc,hce->bphe", removed, columns)
 
-    return Edit(Site("attn_in", layer), look, only_looks=True), Edit(Site("k", layer), subtract)
+    return (
+        Edit(Site("attn_in", layer), look, only_looks=True),
+        within_range(Edit(Site("k", layer), subtract), factor),
+    )
 
 
 def _full_attention(view: ModelView, rows: RowPositions, layer: int) -> list[Edit]:

@@ -15,6 +15,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope._types import Pattern
+from sinkscope.errors import IdentityError
+
+TOLERANCE_FACTOR = 64
+"""Identities hold to this many units of the dtype's precision, times the largest `scale |q||k|`."""
+HALF_FACTOR = 4
+"""The same for half precision, whose units are large: 64 of them would refuse nothing."""
+HALF_PATTERN_FACTOR = 16
+"""In half precision patterns hold to this many units: a share of attention is at most 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,3 +132,63 @@ def is_half(dtype: torch.dtype) -> bool:
 def at_least_single(tensor: Tensor) -> Tensor:
     """Half precision as float32: our own sums should add no rounding to the model's."""
     return tensor.float() if is_half(tensor.dtype) else tensor
+
+
+# --- what is held against a model ---------------------------------------------------------
+
+
+def score_tolerance(dtype: torch.dtype, size: float, live: bool) -> float:
+    """How far scores made anew may be off the model's: `factor eps max(1, size)`.
+
+    Args:
+        dtype: of the model.
+        size: the largest `scale |q||k|`.
+        live: false where attention is left to transformers, which may compute it in float32.
+    """
+    eps = eps_of(dtype) if live else max(eps_of(dtype), eps_of(torch.float32))
+    return (HALF_FACTOR if is_half(dtype) else TOLERANCE_FACTOR) * eps * max(1.0, size)
+
+
+def pattern_tolerance(
+    of_scores: float, pattern: Pattern, visible: Bool[Tensor, "batch one query key"]
+) -> float:
+    """A pattern is off by no more than its scores are, and by what its softmax rounds.
+
+    Many models compute the softmax in float32 whatever their dtype: their row sums tell, or, in
+    short rows that may sum to 1 by chance, their digits.
+    """
+    eps = eps_of(pattern.dtype)
+    if is_half(pattern.dtype):
+        return min(of_scores, HALF_PATTERN_FACTOR * eps)
+    if pattern.dtype != torch.float64:
+        return of_scores
+    off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0)
+    single = bool(off.max() > TOLERANCE_FACTOR * eps) or _is_single(pattern, visible)
+    return max(of_scores, TOLERANCE_FACTOR * eps_of(torch.float32) if single else 0.0)
+
+
+def _is_single(pattern: Pattern, visible: Bool[Tensor, "batch one query key"]) -> bool:
+    """Whether float32 holds all shares exactly; shares of 0 and 1 tell nothing."""
+    shares = pattern[visible.expand_as(pattern)]
+    shares = shares[(shares > 0) & (shares < 1)]
+    return bool(shares.numel()) and torch.equal(shares, shares.float().to(shares.dtype))
+
+
+def largest_error(
+    per_head: Float[Tensor, " head"], tolerance: float, layer: int, what: str, fix: str
+) -> float:
+    """The largest of the errors of a layer's heads.
+
+    Raises:
+        IdentityError: it is over the tolerance, or NaN; names layer, head and size.
+    """
+    worst = float(per_head.max())
+    if not worst <= tolerance:
+        head = int(per_head.nan_to_num(nan=math.inf).argmax())
+        raise IdentityError(
+            f"In layer {layer}, head {head}, {what}",
+            expected=f"a difference of at most {tolerance:.2e}",
+            got=f"{worst:.2e}",
+            fix=fix,
+        )
+    return worst

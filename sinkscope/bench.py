@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope import metrics
 from sinkscope.ablations import Ablation
-from sinkscope.capture import Pass, Progress, Reader, run_passes
+from sinkscope.capture import Pass, Progress, Reader, Total, require_progress, run_passes
 from sinkscope.controls import equal_budget_control
 from sinkscope.costs import (
     DivergenceReader,
@@ -30,9 +30,9 @@ from sinkscope.costs import (
     streaming_loss,
 )
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
-from sinkscope.experiments._engine import Total, split_by_applicability
+from sinkscope.experiments._engine import split_by_applicability
 from sinkscope.massive import TopK
-from sinkscope.measures import PatternReader
+from sinkscope.measures import PatternReader, of_received
 from sinkscope.mitigations import (
     CalibrateAttention,
     ClampActivations,
@@ -315,6 +315,7 @@ def mitigation_bench(
         NotApplicableError: none of the mitigations applies.
     """
     view = model_view(model)
+    require_progress(progress, total)
     batch = prompts if isinstance(prompts, TokenBatch) else token_batch(view, prompts)
     seeds = _checked_seeds(seeds)
     shortest = int(batch.lengths.min())
@@ -347,14 +348,15 @@ def mitigation_bench(
         measured, control_values = _stream_all(view, batch, runs, controls, batch_size, progress)
         more, reasons = _extras(runs, extras, len(batch), progress)
     families = [_family(ablation) for ablation in runs.values()]
+    received = np.stack([m["received"] for m in measured.values()])
     return MitigationBench(
         values=_values(measured, more, view.mid_or_all_layers),
         controls=_control_array(
             list(runs), seeds, len(batch), control_values, view.mid_or_all_layers
         ),
         sinks=np.stack([m["sinks"] for m in measured.values()]),
-        rates=np.stack([m["rates"] for m in measured.values()]),
-        positions=np.stack([m["positions"] for m in measured.values()]),
+        rates=received[..., 0],
+        positions=received[..., 1].astype(np.int64),
         residual=np.stack([m["residual"] for m in measured.values()]),
         names=tuple(runs),
         families=tuple(name for name, _ in families),
@@ -456,8 +458,9 @@ class _Measured:
         }
         if everything:
             self._readers |= {
-                "rates": PatternReader(layers, _rate),
-                "positions": PatternReader(layers, _position),
+                "received": PatternReader(
+                    layers, of_received(metrics.sink_rate, metrics.sink_position)
+                ),
                 "entropy": PatternReader(layers, entropy),
                 "residual": residual_reader(layers),
             }
@@ -469,14 +472,6 @@ class _Measured:
     def arrays(self) -> dict[str, np.ndarray]:
         """Every reader's result."""
         return {name: _array(reader.result()) for name, reader in self._readers.items()}
-
-
-def _rate(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
-    return metrics.sink_rate(metrics.received_attention(pattern, mask, visible), mask)
-
-
-def _position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
-    return metrics.sink_position(metrics.received_attention(pattern, mask, visible), mask)
 
 
 def _stream_all(

@@ -21,7 +21,9 @@ from sinkscope.ablations import (
     Edit,
     EditContext,
     refuse_dead_edits,
+    require_ablation,
 )
+from sinkscope.epe import epe_found_once
 from sinkscope.errors import (
     EditError,
     InvalidInputError,
@@ -41,8 +43,14 @@ LOGITS = Site("logits")
 Progress = Callable[[int], None]
 """Called with the number of prompts that a chunk held, when the chunk is done."""
 
+Total = Callable[[int], None]
+"""Called at the start with the number of prompts that will run, counted over all passes."""
+
 Part = Mapping[str, Tensor]
 """What a reader made of one chunk, by name: all that is kept, stored or sent of it."""
+
+Piece = tuple[int, Sequence[Part]]
+"""The number of the first prompt, and each reader's part; a chunk that fits has a single one."""
 
 PASSING = "passing."
 """Names that begin so are of use only until all passes over a chunk are done."""
@@ -137,6 +145,21 @@ class LayerReader(KeepingReader):
         return stack_layers(([self.joined(str(layer))] for layer in self._layers), self._device)
 
 
+def require_progress(progress: Any, total: Any = None) -> None:
+    """Raise unless these are functions, or None.
+
+    Called before anything runs by all that report how far they are.
+    """
+    for name, given in (("progress", progress), ("total", total)):
+        if given is not None and not callable(given):
+            raise InvalidInputError(
+                f"{name} is not a function",
+                expected=f"{name}(number of prompts), or None",
+                got=repr(given)[:80],
+                fix="pass a function such as lambda n: bar.update(n)",
+            )
+
+
 def stream(
     view: ModelView,
     batch: TokenBatch,
@@ -175,12 +198,16 @@ class Store(Protocol):
         """Whether this process runs the chunk of this number."""
         ...
 
-    def load(self, run: int, start: int, readers: int) -> list[Part] | None:
-        """The parts of a pass over the chunk that begins at `start`, if they are there."""
+    def load(self, run: int, start: int, readers: int) -> list[Piece] | None:
+        """The pieces of a pass over the chunk that begins at `start`, if they are there."""
         ...
 
     def save(self, run: int, start: int, parts: Sequence[Part]) -> None:
-        """Keep the parts of a pass over a chunk."""
+        """Keep the parts of a pass over a whole chunk."""
+        ...
+
+    def save_pieces(self, start: int, passes: Sequence[Sequence[Piece]]) -> None:
+        """Keep, in one step, what all passes made of a chunk that ran in pieces."""
         ...
 
     def close(self, start: int) -> None:
@@ -211,12 +238,13 @@ def run_passes(
         progress: told how many prompts are done, after each pass over a chunk.
         store: what is there already is not run again.
     """
+    require_progress(progress)
     _require_fit(view, batch)
     for run in passes[:1]:
         run.runs_on = True
     others: list[tuple[int, int]] = []
     done = 0
-    with view.measuring():
+    with view.measuring(), epe_found_once():
         for number, chunk in enumerate(batch.chunks(batch_size)):
             start, done = done, done + len(chunk)
             if store is not None and not store.mine(number):
@@ -257,39 +285,71 @@ def _run_chunk(
     """All passes over a chunk; in pieces where it does not fit in memory.
 
     Readers then get the pieces' parts over those that earlier passes made of the whole chunk:
-    parts count by their first prompt, and the pieces begin where the chunk does. Pieces are not
-    stored, since a store knows chunks by their first prompt alone.
+    parts count by their first prompt, and the pieces begin where the chunk does.
     """
     for index, run in enumerate(passes):
-        parts = None if store is None else store.load(index, start, len(run.readers))
-        if parts is None:
-            parts = run.over(chunk, start)
-            if parts is None:
-                for piece in chunk.chunks(max(1, len(chunk) // 2)):
-                    _run_chunk(passes, piece, start, None, None)
-                    start += len(piece)
+        pieces = None if store is None else store.load(index, start, len(run.readers))
+        if pieces is None:
+            ran = run.over(chunk, start)
+            if ran is None:
+                made = _in_pieces(passes, chunk, start)
+                if store is not None:
+                    on_cpu = [[(at, _on_cpu(parts)) for at, parts in pieces] for pieces in made]
+                    store.save_pieces(start, on_cpu)
                 if progress is not None:
                     progress(len(chunk) * (len(passes) - index))
                 return
             if store is not None:
-                parts = [{name: kept.cpu() for name, kept in part.items()} for part in parts]
-                store.save(index, start, parts)
-        run.add(start, parts)
+                ran = _on_cpu(ran)
+                store.save(index, start, ran)
+            pieces = [(start, ran)]
+        for at, parts in pieces:
+            run.add(at, parts)
         if progress is not None:
             progress(len(chunk))
 
 
+def _in_pieces(passes: Sequence[Pass], chunk: TokenBatch, start: int) -> list[list[Piece]]:
+    """All passes over one half of a chunk, then over the other; the lasting parts of each pass."""
+    made: list[list[Piece]] = [[] for _ in passes]
+    for piece in chunk.chunks(max(1, len(chunk) // 2)):
+        for pieces, more in zip(made, _over_piece(passes, piece, start), strict=True):
+            pieces.extend(more)
+        start += len(piece)
+    return made
+
+
+def _over_piece(passes: Sequence[Pass], piece: TokenBatch, start: int) -> list[list[Piece]]:
+    made: list[list[Piece]] = []
+    for run in passes:
+        parts = run.over(piece, start)
+        if parts is None:
+            return _in_pieces(passes, piece, start)
+        run.add(start, parts)
+        lasting = [
+            {name: kept for name, kept in part.items() if not name.startswith(PASSING)}
+            for part in parts
+        ]
+        made.append([(start, lasting)])
+    return made
+
+
+def _on_cpu(parts: Sequence[Part]) -> list[Part]:
+    return [{name: kept.cpu() for name, kept in part.items()} for part in parts]
+
+
 def _add_from_another(passes: Sequence[Pass], start: int, store: Store) -> None:
     for index, run in enumerate(passes):
-        parts = store.load(index, start, len(run.readers))
-        if parts is None:
+        pieces = store.load(index, start, len(run.readers))
+        if pieces is None:
             raise LoadError(
                 f"Another process left nothing of the prompts from number {start} on",
                 expected="processes that write to one directory and run to their end",
                 got="no file",
                 fix="start them on one machine, or write to a file system that all share",
             )
-        run.add(start, parts)
+        for at, parts in pieces:
+            run.add(at, parts)
 
 
 class Pass:
@@ -302,17 +362,8 @@ class Pass:
     def __init__(
         self, view: ModelView, readers: Sequence[Reader], ablation: Ablation | None = None
     ) -> None:
-        ablation = Composition() if ablation is None else ablation
-        if not isinstance(ablation, Ablation):
-            raise InvalidInputError(
-                "This is not an ablation",
-                expected="one of sinkscope.ablations, a sum of them, or "
-                "Ablation.from_hook(site, fn)",
-                got=repr(ablation),
-                fix="look conditions up by name with sinkscope.ablations.condition(name)",
-            )
         self.readers = readers
-        self.ablation = ablation
+        self.ablation = require_ablation(Composition() if ablation is None else ablation)
         self._view = view
         self._last = _last_layer(view, readers)
         self._witnesses: list[_Witness] = []

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -21,18 +22,27 @@ from sinkscope.ablations import (
     ZeroKeyColumns,
 )
 from sinkscope.attention import ScoreRule, at_least_single
-from sinkscope.capture import LayerReader, Part, Pass, Progress, Reader, run_passes
-from sinkscope.epe import extract_epe
+from sinkscope.capture import (
+    LayerReader,
+    Part,
+    Pass,
+    Progress,
+    Reader,
+    Total,
+    require_progress,
+    run_passes,
+)
+from sinkscope.epe import epe_found_once, extract_epe
 from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
-from sinkscope.experiments._engine import Total, applicable
+from sinkscope.experiments._engine import applicable
 from sinkscope.massive import MeanStd, find_massive_coordinates
-from sinkscope.measures import PatternReader
+from sinkscope.measures import PatternReader, of_received, uniform_sink_score
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import Prompts, TokenBatch, token_batch
 from sinkscope.results import Result
 from sinkscope.scores import TERMS, IdentityReader
 from sinkscope.sites import Site
-from sinkscope.verdict import SINK_RATIO, circuit
+from sinkscope.verdict import HIDDEN, SINK_RATIO, circuit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +55,6 @@ MASSIVE_KEYS = "Zero massive Wk"
 JUMP_MLP = "No MLP where the norm jumps"
 SHARE_OF_COORDINATES = "massive coordinates"
 BEHIND = "norms behind attention"
-_HIDDEN = "Not applicable: no query of a prompt's second half sees the first position."
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class SurveyRow:
         first_mlp: whether layer 0 has an MLP.
         normalization: "LN", "RMS" or such.
         other_parts: of QK-norm, soft cap, sink logits, shared keys, sliding window.
-        starts_with_bos: how many prompts start with the BOS token.
+        starts_with_bos: how many prompts start with the BOS token, or with [CLS] where the
+            tokenizer has no BOS (BERT).
         n_prompts: how many there were.
         sink_score: the paper's, mean over mid layers, heads and prompts.
         uniform: what uniform attention over the keys that each query sees would give it.
@@ -220,6 +230,7 @@ def survey(
         InvalidInputError: no model, or prompts that can't be read.
         IdentityError: a model's scores are not what its parts make them.
     """
+    require_progress(progress, total)
     several = list(models) if isinstance(models, (list, tuple)) else [models]
     if not several:
         raise InvalidInputError(
@@ -278,6 +289,7 @@ class _Runner:
         return _mean(reader.result())
 
 
+@epe_found_once()
 def _row(runner: _Runner) -> SurveyRow:
     view, batch = runner.view, runner.batch
     conditions = {name: a for name, a in PAPER_CONDITIONS.items() if name != "Baseline"}
@@ -313,7 +325,7 @@ def _row(runner: _Runner) -> SurveyRow:
     refused = {name: reason for name, reason in missing.items() if reason is not None}
     shares, errors = _shares(runner, coordinates, refused)
 
-    uniform = _uniform(view, batch, mid)
+    uniform = uniform_sink_score(view, batch, mid)
     position, share = found.position()
     layer, head = divmod(int(found.scores.nanmean(0).nan_to_num(-1).argmax()), view.n_heads)
     return SurveyRow(
@@ -357,7 +369,8 @@ class _SinkReaders:
     def __init__(self, view: ModelView) -> None:
         layers = range(view.n_layers)
         self.scores = PatternReader(layers, metrics.sink_score)
-        self.alphas = PatternReader(layers, _rates_and_position)
+        rates = [partial(metrics.sink_rate, eps=eps) for eps in (0.3, 0.8)]
+        self.alphas = PatternReader(layers, of_received(*rates, metrics.sink_position))
         self.residual = LayerReader("resid_pre", layers, _first_and_others)
         self.last = LayerReader("resid_post", [view.n_layers - 1], _first_and_others)
         self.drain = LayerReader("v", layers, _drain) if "v" in view.sites.names else None
@@ -428,13 +441,6 @@ class _Found:
             return jump, (), None
         size = self.vectors[:, list(coordinates)].abs().mean(1)
         return jump, coordinates, int((size >= size.max() / 2).nonzero()[0]) - 1
-
-
-def _rates_and_position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
-    received = metrics.received_attention(pattern, mask, visible)
-    rates = [metrics.sink_rate(received, mask, eps) for eps in (0.3, 0.8)]
-    position = metrics.sink_position(received, mask).to(received.dtype)
-    return torch.stack([*rates, position], -1)
 
 
 def _first_and_others(x: Tensor, chunk: TokenBatch, layer: int) -> Tensor:
@@ -562,19 +568,10 @@ def _shares(
         refused["score shares"] = str(error)
         return (), (metrics.NAN, metrics.NAN, metrics.NAN)
     if reader.whole == 0:
-        refused["score shares"] = _HIDDEN
+        refused["score shares"] = HIDDEN
         return (), (reader.max_error, reader.pattern_error, reader.tolerance)
     shares = tuple((name, part / reader.whole) for name, part in reader.parts.items())
     return shares, (reader.max_error, reader.pattern_error, reader.tolerance)
-
-
-def _uniform(view: ModelView, batch: TokenBatch, layers: Sequence[int]) -> float:
-    scores = []
-    for layer in layers:
-        visible = view.visible(layer, batch.mask)
-        even = visible / visible.sum(-1, keepdim=True).clamp_min(1)
-        scores.append(metrics.sink_score(even[:, None], batch.mask, visible))
-    return _mean(torch.stack(scores))
 
 
 # --- words --------------------------------------------------------------------------------
@@ -625,7 +622,7 @@ def _verdict(
     qk_norm: bool,
 ) -> str:
     if math.isnan(score):
-        return _HIDDEN
+        return HIDDEN
     share = f"Position 0 receives {score:.1%} of attention, {uniform:.1%} if it were uniform"
     if SINK_RATIO * uniform >= 1:
         return f"The prompts are too short to tell. {share}."

@@ -160,7 +160,14 @@ def _add_run_options(parser: argparse.ArgumentParser, out: str) -> None:
 
 
 def _add_device_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", metavar="D", help="default: cpu")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--device", metavar="D", help="default: cpu")
+    place.add_argument(
+        "--device-map",
+        metavar="MAP",
+        help="spread a model over devices instead, as transformers does: 'auto' for all GPUs, "
+        "'balanced', 'balanced_low_0' or 'sequential'",
+    )
     parser.add_argument(
         "--dtype", default="float32", choices=DTYPES, metavar="T", help=", ".join(DTYPES)
     )
@@ -204,7 +211,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     from sinkscope.results import claimed
 
     out = _writable_out(arguments)
-    group = processes(arguments.device)
+    group = processes(arguments.device_map or arguments.device or "cpu")
     with claimed(out) if group.is_main else nullcontext():
         view = model_view(_load(arguments))
         prompts = load_prompts(view, arguments.prompts).folded()
@@ -444,6 +451,7 @@ def _load(arguments: argparse.Namespace, name: str | None = None) -> Any:
             return load_model(
                 model,
                 device=arguments.device,
+                device_map=arguments.device_map,
                 dtype=arguments.dtype,
                 allow_pickle=arguments.allow_pickle,
                 trust_remote_code=arguments.trust_remote_code,

@@ -20,6 +20,7 @@ from sinkscope.ablations import (
     ZeroToken,
     key_coordinates,
     positions_of,
+    require_ablation,
 )
 from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.mitigations import (
@@ -29,6 +30,7 @@ from sinkscope.mitigations import (
     ShuffledQueryBias,
     SinkLogit,
     SwitchOffHeads,
+    head_pairs,
 )
 from sinkscope.model import ModelView, model_view, whole_numbers
 
@@ -56,8 +58,12 @@ def budget(model: Any, ablation: Ablation) -> tuple[Budget, ...]:
     Args:
         model: a hooked model or its view.
         ablation: built in, or of one's own with fields of the same names.
+
+    Raises:
+        InvalidInputError: it is none, or names what the model lacks.
     """
     view = model_view(model)
+    require_ablation(ablation)
     parts = ablation.parts if isinstance(ablation, Composition) else (ablation,)
     return tuple(_budget(view, part) for part in parts)
 
@@ -65,7 +71,7 @@ def budget(model: Any, ablation: Ablation) -> tuple[Budget, ...]:
 def _budget(view: ModelView, ablation: Ablation) -> Budget:
     names = _field_names(ablation)
     if "pairs" in names:
-        return Budget(heads=len(set(ablation.pairs)))  # type: ignore[attr-defined]
+        return Budget(heads=len(head_pairs(view, ablation.pairs)))  # type: ignore[attr-defined]
     coordinates = getattr(ablation, "coordinates", None)
     positions = positions_of(view, _positions(ablation))
     return Budget(
@@ -99,9 +105,12 @@ def equal_budget_control(
             prompt; `n_ctx` if None.
 
     Raises:
+        InvalidInputError: no ablation, or one that names layers, heads, positions or coordinates
+            that the model lacks.
         NotApplicableError: the ablation takes everything there is, or says not what it takes.
     """
     view = model_view(model)
+    require_ablation(ablation)
     if type(seed) is not int or seed < 0:
         raise InvalidInputError(
             "A control is drawn by a seed",
@@ -110,6 +119,13 @@ def equal_budget_control(
             fix="use 0, 1, 2, ...",
         )
     size = view.n_ctx if n_positions is None else n_positions
+    if type(size) is not int or not 1 <= size <= view.n_ctx:
+        raise InvalidInputError(
+            "A control draws positions below a number of positions",
+            expected=f"n_positions from 1 to {view.n_ctx}",
+            got=repr(n_positions)[:80],
+            fix="pass the length of the shortest prompt",
+        )
     if isinstance(ablation, Composition):
         if not ablation.parts:
             raise _no_budget(ablation, "the untouched model changes nothing")
@@ -125,6 +141,7 @@ def _control(view: ModelView, ablation: Ablation, rng: random.Random, n_position
     own = getattr(ablation, "control", None)
     if own is not None:
         return own(view, rng.randrange(2**31))
+    _budget(view, ablation)  # whatever it names has to be there
     names = _field_names(ablation)
     if isinstance(ablation, SwitchOffHeads):
         every = [(la, h) for la in range(view.n_layers) for h in range(view.n_heads)]

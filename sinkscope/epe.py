@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +16,12 @@ from sinkscope._types import Layers
 from sinkscope.display import HtmlTable, number
 from sinkscope.errors import InvalidInputError
 from sinkscope.metrics import cosine
-from sinkscope.model import model_view
+from sinkscope.model import ModelView, model_view
+
+_FOUND: ContextVar[dict[tuple[int, bool], tuple[ModelView, EPE]] | None] = ContextVar(
+    "found", default=None
+)
+"""By the id of a view, which is kept so that no other gets its id."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,23 @@ class EPE(HtmlTable):
         ]
 
 
+@contextmanager
+def epe_found_once() -> Iterator[None]:
+    """Within the block the EPE of a view is computed once, and forgotten at its end.
+
+    For one call that asks for it again and again and in which no weight changes. Blocks nest; the
+    outermost ends it.
+    """
+    if _FOUND.get() is not None:
+        yield
+        return
+    token = _FOUND.set({})
+    try:
+        yield
+    finally:
+        _FOUND.reset(token)
+
+
 def extract_epe(model: Any, through_ln: bool = False) -> EPE:
     """The effective positional encoding of every position, from the weights alone.
 
@@ -58,7 +83,15 @@ def extract_epe(model: Any, through_ln: bool = False) -> EPE:
         NotApplicableError: the model has no learned positions, or no MLP in layer 0.
         ProcessedWeightsError: the weights were folded or centred.
     """
-    view = model_view(model)
+    view, found = model_view(model), _FOUND.get()
+    if found is None:
+        return _extracted(view, through_ln)
+    if (id(view), through_ln) not in found:
+        found[id(view), through_ln] = view, _extracted(view, through_ln)
+    return found[id(view), through_ln][1]
+
+
+def _extracted(view: ModelView, through_ln: bool) -> EPE:
     view.require_learned_positions()
     view.require_norm_in_front("The effective positional encoding")
     view.require_raw_weights("The effective positional encoding")

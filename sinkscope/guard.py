@@ -7,22 +7,25 @@ where the architecture has sink logits that take the rest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sinkscope.attention import at_least_single, eps_of, is_half
-from sinkscope.errors import IdentityError, NotApplicableError
+from sinkscope.attention import (
+    HALF_PATTERN_FACTOR,
+    TOLERANCE_FACTOR,
+    at_least_single,
+    eps_of,
+    is_half,
+    largest_error,
+    pattern_tolerance,
+    score_tolerance,
+)
+from sinkscope.errors import NotApplicableError
 from sinkscope.model import ModelView
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
-
-FACTOR = 64
-"""Patterns hold to this many units of the dtype's precision, times `max(1, scale |q||k|)`."""
-HALF_FACTOR = 16
-"""In half precision to this many, or as many as the largest score is, whichever is more."""
 
 
 class PatternGuard:
@@ -38,7 +41,8 @@ class PatternGuard:
         self._layers = layers
         self._recomputes = {"q", "k"} <= set(view.sites.names)
         # Attention that is left to transformers may be computed in float32.
-        self._single = bool(layers) and not view.scores_are_live()
+        # Where sink logits take a share, sums don't tell of it.
+        self._live = not layers or (view.scores_are_live() and not view.parts.sink_logits)
         self._seen: dict[str, Tensor] = {}
 
     def sites(self, view: ModelView) -> Sequence[Site]:
@@ -70,9 +74,10 @@ class PatternGuard:
         total = pattern.float().sum(-1) if is_half(pattern.dtype) else pattern.sum(-1)
         loses_mass = self._view.parts.sink_logits
         off = total - 1 if loses_mass else (total - 1).abs()
-        half = is_half(pattern.dtype)
-        allowed = HALF_FACTOR * eps_of(pattern.dtype) if half else FACTOR * eps_of(torch.float32)
-        _refuse(
+        allowed = TOLERANCE_FACTOR * eps_of(torch.float32)
+        if is_half(pattern.dtype):
+            allowed = HALF_PATTERN_FACTOR * eps_of(pattern.dtype)
+        largest_error(
             off.masked_fill(~visible.any(-1), 0).amax((0, 2)),
             allowed,
             layer,
@@ -102,41 +107,20 @@ class PatternGuard:
         scores = rule.capped(scores)
         error = (rule.pattern(scores, visible) - pattern).abs()
         if is_half(pattern.dtype):
+            # What the hooks show of queries and keys is rounded, and large scores with it.
             largest = float(scores.abs().masked_fill(~visible, 0).amax())
-            allowed = eps_of(pattern.dtype) * max(HALF_FACTOR, largest)
+            allowed = eps_of(pattern.dtype) * max(HALF_PATTERN_FACTOR, largest)
         else:
-            size = abs(rule.scale) * float(
-                (q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)).amax()
+            sizes = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
+            of_scores = score_tolerance(
+                pattern.dtype, abs(rule.scale) * float(sizes.amax()), self._live
             )
-            allowed = FACTOR * self._softmax_eps(pattern, visible) * max(1.0, size)
-        _refuse(
+            allowed = pattern_tolerance(of_scores, pattern, visible)
+        largest_error(
             error.masked_fill(~visible, 0).amax((0, 2, 3)),
             allowed,
             layer,
             "the pattern is not softmax(scale q.k + mask)",
             "look for a scale or a mask that the configuration does not tell, or an attention "
             "that TransformerLens computes otherwise than the model's authors",
-        )
-
-    def _softmax_eps(self, pattern: Tensor, visible: Tensor) -> float:
-        """Many models compute the softmax in float32 whatever their dtype; its sums tell."""
-        eps = eps_of(pattern.dtype)
-        if pattern.dtype != torch.float64:
-            return eps
-        single = self._single or self._view.parts.sink_logits
-        if not single:
-            off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0).amax()
-            single = float(off) > FACTOR * eps
-        return eps_of(torch.float32) if single else eps
-
-
-def _refuse(per_head: Tensor, allowed: float, layer: int, what: str, fix: str) -> None:
-    worst = float(per_head.max())
-    if not worst <= allowed:
-        head = int(per_head.nan_to_num(nan=math.inf).argmax())
-        raise IdentityError(
-            f"In layer {layer}, head {head}, {what}",
-            expected=f"a difference of at most {allowed:.2e}",
-            got=f"{worst:.2e}",
-            fix=fix,
         )

@@ -19,7 +19,7 @@ from sinkscope.capture import LayerReader, Reduce, stream
 from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
-from sinkscope.prompts import TokenBatch
+from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
 
 PatternMetric = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -172,6 +172,34 @@ def sink_score(
     return by_metric(view, batch, ablation, chosen, metrics.sink_score, batch_size)
 
 
+def uniform_sink_score(model: Any, batch: TokenBatch, layers: Layers = None) -> float:
+    """The sink score of a model that gives every key that a query sees the same attention.
+
+    `mean over i >= T//2 of 1 / (number of keys that query i sees)`, the mean over prompts and
+    layers. In a causal model that is `1 / (i + 1)`, in one that attends in both directions `1/T`,
+    under a window more. Queries that do not see the first position are left out, as in
+    `sink_score`.
+
+    Args:
+        model: a hooked model or its view.
+        batch: the prompts.
+        layers: `view.mid_layers` if None.
+
+    Returns:
+        A share of attention; NaN where no query sees the first position.
+    """
+    view = model_view(model)
+    masks, counts = require_batch(batch).mask.unique(dim=0, return_counts=True)
+    scores = []
+    for layer in view.layers(layers, view.mid_layers):
+        for mask, count in zip(masks.split(64), counts.split(64), strict=True):
+            visible = view.visible(layer, mask)
+            even = visible / visible.sum(-1, keepdim=True).clamp_min(1)
+            score = metrics.sink_score(even[:, None], mask, visible)[:, 0]
+            scores.append(score.repeat_interleave(count))
+    return float(torch.cat(scores).double().nanmean())
+
+
 def sink_rate(
     model: Any,
     batch: TokenBatch,
@@ -198,10 +226,10 @@ def sink_rate(
         `[batch layer head]`, 0 or 1.
     """
 
-    def rate(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
-        return metrics.sink_rate(metrics.received_attention(pattern, mask, visible), mask, eps)
+    def rate(received: Tensor, mask: Tensor) -> Tensor:
+        return metrics.sink_rate(received, mask, eps)
 
-    return by_metric(model, batch, ablation, layers, rate, batch_size)
+    return by_metric(model, batch, ablation, layers, of_received(rate), batch_size)[..., 0]
 
 
 def sink_position(
@@ -227,11 +255,8 @@ def sink_position(
     Returns:
         `[batch layer head]`, positions.
     """
-
-    def position(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
-        return metrics.sink_position(metrics.received_attention(pattern, mask, visible), mask)
-
-    return by_metric(model, batch, ablation, layers, position, batch_size)
+    position = of_received(metrics.sink_position)
+    return by_metric(model, batch, ablation, layers, position, batch_size)[..., 0].long()
 
 
 def missing_mass(
@@ -321,6 +346,19 @@ def residual_norms(
         return norms.masked_fill(~chunk.mask.to(norms.device), NAN)
 
     return _per_layer(model, batch, ablation, layers, None, batch_size, "resid_pre", reduce)
+
+
+def of_received(*reductions: Callable[[Tensor, Tensor], Tensor]) -> PatternMetric:
+    """A metric `[batch head n]` of n functions of the attention that keys receive and the mask."""
+
+    def metric(pattern: Tensor, mask: Tensor, visible: Tensor) -> Tensor:
+        received = metrics.received_attention(pattern, mask, visible)
+        found = [reduce(received, mask) for reduce in reductions]
+        # In half precision a position would be rounded.
+        kind = torch.promote_types(received.dtype, torch.float32)
+        return torch.stack([values.to(kind) for values in found], -1)
+
+    return metric
 
 
 def by_metric(

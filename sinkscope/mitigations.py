@@ -1,7 +1,8 @@
 """Mitigations: what the literature does against sinks, as ablations that compose with the rest.
 
 Each changes a trained model's forward pass through hooks. They say nothing of what the same
-change would do to a model that is trained with it.
+change would do to a model that is trained with it. A number so large that the model's dtype can't
+compute with what it makes is an `EditError` in the run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sinkscope.ablations import (
     positions_of,
     query_bias_edits,
     unit_vector,
+    within_range,
 )
 from sinkscope.capture import LayerReader, stream
 from sinkscope.epe import extract_epe
@@ -128,7 +130,7 @@ class ShuffledQueryBias(Ablation):
                 return q - taken
             return q - context.rows.selection(q, positions)[..., None, None] * taken
 
-        return Edit(Site("q", layer), subtract)
+        return within_range(Edit(Site("q", layer), subtract), self.factor)
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class ScaleEPE(Ablation):
             along = (x * unit).sum(-1, keepdim=True) * unit
             return x - (1 - self.factor) * along.masked_fill(~where[..., None], 0)
 
-        return [Edit(Site("resid_post", 0), scale)]
+        return [within_range(Edit(Site("resid_post", 0), scale), self.factor)]
 
 
 # --- massive activations ------------------------------------------------------------------
@@ -219,7 +221,7 @@ class SetActivations(Ablation):
 
     coordinates: Sequence[int] | Rule = THREE
     layer: int = 0
-    values: float | tuple[float, ...] = 0.0
+    values: float | Sequence[float] = 0.0
     positions: Layers = 0
 
     @classmethod
@@ -259,22 +261,16 @@ class SetActivations(Ablation):
         layer = _one_layer(view, self.layer)
         coordinates = list(key_coordinates(view, self.coordinates))
         positions = positions_of(view, self.positions)
-        several = isinstance(self.values, tuple)
-        if several and len(self.values) != view.d_model:  # type: ignore[arg-type]
-            raise InvalidInputError(
-                "Values are one number, or one for each coordinate of the residual stream",
-                expected=f"a number, or {view.d_model} of them",
-                got=f"{len(self.values)}",  # type: ignore[arg-type]
-                fix="make it with SetActivations.to_mean(model, batch)",
-            )
-        _require_finite("values", *(self.values if several else (self.values,)))  # type: ignore
+        values = _one_or_each("values", self.values, view.d_model, "coordinate of d_model")
+        target = torch.tensor(values, dtype=torch.float64)
 
         def put(x: Tensor, hook: Any) -> Tensor:
-            target = torch.as_tensor(self.values, dtype=x.dtype, device=x.device)
             here = _coordinate_selection(x, context.rows, coordinates, positions)
-            return torch.where(here, target, x)
+            return torch.where(here, target.to(x.device, x.dtype), x)
 
-        return [Edit(Site("resid_post", layer), put)]
+        return [
+            within_range(Edit(Site("resid_post", layer), put), *(values[c] for c in coordinates))
+        ]
 
 
 @dataclass(frozen=True)
@@ -313,7 +309,8 @@ class ClampActivations(Ablation):
 
         def clamp(x: Tensor, hook: Any) -> Tensor:
             here = _coordinate_selection(x, context.rows, coordinates, positions)
-            return torch.where(here, x.clamp(-self.limit, self.limit), x)
+            limit = min(self.limit, torch.finfo(x.dtype).max)
+            return torch.where(here, x.clamp(-limit, limit), x)
 
         return [Edit(Site("resid_post", layer), clamp)]
 
@@ -354,27 +351,20 @@ class SinkLogit(Ablation):
     et al. 2024), put on a model that was trained without them.
     """
 
-    logit: float | tuple[float, ...] = 0.0
+    logit: float | Sequence[float] = 0.0
     layers: Layers = None
     heads: Layers = None
     seed: int | None = None
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         view.require_live_scores("A sink logit")
-        several = self.logit if isinstance(self.logit, tuple) else (self.logit,) * view.n_heads
-        _require_finite("logit", *several)
-        if len(several) != view.n_heads:
-            raise InvalidInputError(
-                "A sink logit is one number, or one for each head",
-                expected=f"a number, or {view.n_heads} of them",
-                got=len(several),
-                fix="give one for every head of a layer",
-            )
+        several = _one_or_each("logit", self.logit, view.n_heads, "head of a layer")
+        logits = torch.tensor(several, dtype=torch.float64)
         heads = list(view.heads(self.heads))
         edits: list[Edit] = []
         for layer in view.layers(self.layers):
             draws = None if self.seed is None else _draws(view, self.seed, layer, heads)
-            edits += self._pair(layer, heads, torch.tensor(several), draws, context.rows)
+            edits += self._pair(layer, heads, logits, draws, context.rows)
         return edits
 
     def _pair(
@@ -639,26 +629,27 @@ class SwitchOffHeads(Ablation):
 
     def edits(self, view: ModelView, context: EditContext) -> Sequence[Edit]:
         per_layer: dict[int, list[int]] = {}
-        for layer, head in self._checked(view):
+        for layer, head in head_pairs(view, self.pairs):
             per_layer.setdefault(layer, []).append(head)
         return [_heads_off(layer, heads) for layer, heads in sorted(per_layer.items())]
 
-    def _checked(self, view: ModelView) -> tuple[tuple[int, int], ...]:
-        named = self.pairs if isinstance(self.pairs, Sequence) else ()
-        read = [whole_numbers(pair) or () for pair in named]
-        pairs = tuple(dict.fromkeys(read))
-        fits = all(
-            len(p) == 2 and 0 <= p[0] < view.n_layers and 0 <= p[1] < view.n_heads for p in pairs
+
+def head_pairs(view: ModelView, given: Any) -> tuple[tuple[int, int], ...]:
+    """Pairs of layer and head, each once, checked against the model."""
+    named = given if isinstance(given, Sequence) else ()
+    pairs = tuple(dict.fromkeys(whole_numbers(pair) or () for pair in named))
+    fits = all(
+        len(p) == 2 and 0 <= p[0] < view.n_layers and 0 <= p[1] < view.n_heads for p in pairs
+    )
+    if not pairs or not fits:
+        raise InvalidInputError(
+            "Heads are named by pairs of layer and head",
+            expected=f"layers from 0 to {view.n_layers - 1}, heads from 0 to "
+            f"{view.n_heads - 1}, and at least one pair",
+            got=repr(given)[:80],
+            fix="pass ((layer, head), ...)",
         )
-        if not pairs or not fits:
-            raise InvalidInputError(
-                "Heads are named by pairs of layer and head",
-                expected=f"layers from 0 to {view.n_layers - 1}, heads from 0 to "
-                f"{view.n_heads - 1}, and at least one pair",
-                got=repr(self.pairs)[:80],
-                fix="pass ((layer, head), ...)",
-            )
-        return pairs  # type: ignore[return-value]
+    return pairs  # type: ignore[return-value]
 
 
 def _one_layer(view: ModelView, layer: Any) -> int:
@@ -694,9 +685,27 @@ def _require_seed(seed: Any) -> None:
         )
 
 
+def _one_or_each(what: str, given: Any, size: int, each: str) -> tuple[float, ...]:
+    """As many numbers as there are places, from one for all of them or one for each."""
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    values = tuple(given) if listed else (given,) * size
+    if len(values) != size or not all(map(_is_finite, values)):
+        raise InvalidInputError(
+            f"{what} is one number, or one for each {each}",
+            expected=f"a finite number, or {size} of them",
+            got=repr(given)[:80],
+            fix=f"give one for every {each}, or one for all",
+        )
+    return values
+
+
+def _is_finite(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and -_LARGEST <= value <= _LARGEST
+
+
 def _require_finite(what: str, *values: float) -> None:
-    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-    if not numbers or not all(-_LARGEST <= v <= _LARGEST for v in values):
+    if not all(map(_is_finite, values)):
         raise InvalidInputError(
             f"{what} must be a finite number",
             expected="a finite number",

@@ -2,7 +2,8 @@
 
 A run is cut into chunks of prompts, and each chunk into passes, one for each ablation. What a
 pass made of a chunk is one file, written in one step; when all passes over a chunk are done
-they become one file. `run.json` says which run the pieces are of.
+they become one file. A chunk that ran in pieces for want of memory becomes one file at once.
+`run.json` says which run the pieces are of.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sinkscope.capture import PASSING, Part
+from sinkscope.capture import PASSING, Part, Piece
 from sinkscope.errors import InvalidInputError, LoadError
 from sinkscope.results import dump_json, write_bytes, write_text
 
@@ -89,21 +91,27 @@ class Partial:
         """Whether this process runs a chunk."""
         return chunk % self._group.count == self._group.index
 
-    def load(self, run: int, start: int, readers: int) -> list[Part] | None:
-        """The parts of a pass over the chunk that begins at `start`, if they are there."""
+    def load(self, run: int, start: int, readers: int) -> list[Piece] | None:
+        """The pieces of a pass over the chunk that begins at `start`, if they are there."""
         for path in (self._whole(start), self._single(run, start)):
             if path.is_file():
-                return [_read(path, f"{run}.{reader}.") for reader in range(readers)]
+                begins = _read(path, f"{run}.begins")[""].tolist()
+                return [
+                    (at, [_read(path, f"{run}.{at}.{reader}.") for reader in range(readers)])
+                    for at in begins
+                ]
         return None
 
     def save(self, run: int, start: int, parts: Sequence[Part]) -> None:
-        """Write the parts of a pass over a chunk as one file."""
-        named = {
-            f"{run}.{reader}.{name}": kept.contiguous()
-            for reader, part in enumerate(parts)
-            for name, kept in part.items()
-        }
-        _write(self._single(run, start), named)
+        """Write the parts of a pass over a whole chunk as one file."""
+        _write(self._single(run, start), _named(run, [(start, parts)]))
+
+    def save_pieces(self, start: int, passes: Sequence[Sequence[Piece]]) -> None:
+        """Write what all passes made of a chunk that ran in pieces as one file."""
+        named: dict[str, Tensor] = {}
+        for run, pieces in enumerate(passes):
+            named |= _named(run, pieces)
+        _write(self._whole(start), named)
 
     def close(self, start: int) -> None:
         """Put the files of a chunk together into one, without what is of no more use."""
@@ -142,6 +150,15 @@ def discard(directory: Path) -> None:
         with suppress(OSError):
             path.unlink()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _named(run: int, pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """The tensors of a pass by run, first prompt, reader and name, and where its pieces begin."""
+    named = {f"{run}.begins": torch.tensor([at for at, _ in pieces])}
+    for at, parts in pieces:
+        for reader, part in enumerate(parts):
+            named |= {f"{run}.{at}.{reader}.{n}": kept.contiguous() for n, kept in part.items()}
+    return named
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -40,7 +40,8 @@ class TokenBatch(HtmlTable):
         mask: `[batch pos]`, true where a token is; false is padding.
         texts: the text behind each row, None for rows that were given as ids.
         corpora: the corpus of each row, "prompts" if none was named.
-        bos: `[batch]`, whether a row's first token is the tokenizer's BOS.
+        bos: `[batch]`, whether a row's first token is the tokenizer's BOS, or its [CLS] where it
+            has no BOS (BERT).
     """
 
     ids: Ids
@@ -179,7 +180,8 @@ def token_batch(
         length: cut every row to its first `length` tokens; shorter rows are an error unless
             `padding` says otherwise.
         bos: "none" leaves the ids as the tokenizer gives them without special tokens;
-            "prepend" puts its BOS in front, where `length` counts it.
+            "prepend" puts its BOS in front (its [CLS] where it has no BOS), where `length`
+            counts it.
         padding: what to do with rows of different lengths; "none" makes them an error.
         mask: `[batch pos]` for ids that are already padded, true or 1 where a token is.
         corpora: a name for each row, for results by corpus.
@@ -522,11 +524,16 @@ def _rows_of_tensor(
 
 
 def _bos_id(view: ModelView) -> int | None:
-    """The tokenizer's BOS; None where it has none and TransformerLens took its EOS for one."""
+    """The tokenizer's BOS, its [CLS] where it has none, None where it has neither.
+
+    TransformerLens takes the EOS for a BOS where there is none; what a tokenizer was made with
+    tells.
+    """
     declared = getattr(view.tokenizer, "init_kwargs", None) or {}
-    if "bos_token" in declared and declared["bos_token"] is None:
-        return None
-    return getattr(view.tokenizer, "bos_token_id", None)
+    bos_id = getattr(view.tokenizer, "bos_token_id", None)
+    if bos_id is None or ("bos_token" in declared and declared["bos_token"] is None):
+        return getattr(view.tokenizer, "cls_token_id", None)
+    return bos_id
 
 
 def _with_bos(view: ModelView, row: list[int]) -> list[int]:
@@ -534,7 +541,7 @@ def _with_bos(view: ModelView, row: list[int]) -> list[int]:
     if bos_id is None:
         raise InvalidInputError(
             "There is no BOS token to put in front",
-            expected="a tokenizer with a bos_token",
+            expected="a tokenizer with a bos_token or a cls_token",
             got="none",
             fix="use bos='none', or put the id in front yourself",
         )

@@ -182,7 +182,7 @@ def report_html(
     }
     if survey is not None:
         sections["Which circuit"] = _survey(survey)
-    if run.not_applicable:
+    if _missing(run):
         sections["Not applicable"] = _not_applicable(run)
     sections["Repeat it"] = _repeat(run)
     return _page(f"Attention sinks in {run.provenance['model']}", sections, plotlyjs)
@@ -332,7 +332,7 @@ def _versions(provenance: Any) -> str:
 
 
 def _verdict(run: Reproduction) -> str:
-    words = verdict(run.table1, run.provenance["lengths"])
+    words = verdict(run.table1)
     items = "".join(f"<li>{_text(sentence)}</li>" for sentence in words.sentences)
     name = run.provenance["model"]
     known = name == DEMO_NAME or name.startswith(f"{DEMO_NAME}-planted")
@@ -458,7 +458,13 @@ def _survey_cell(value: Any) -> str:
 
 
 def _not_applicable(run: Reproduction) -> str:
-    return _table(["result", "reason"], list(run.not_applicable.items()))
+    return _table(["result", "reason"], _missing(run))
+
+
+def _missing(run: Reproduction) -> list[tuple[str, str]]:
+    """Results and forms of results that the model does not have, with the reason."""
+    forms = () if run.epe_fidelity is None else run.epe_fidelity.not_applicable
+    return [*run.not_applicable.items(), *((f"epe_fidelity, {f}", reason) for f, reason in forms)]
 
 
 def _repeat(run: Reproduction) -> str:

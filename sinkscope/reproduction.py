@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import sinkscope
-from sinkscope.capture import Progress
+from sinkscope.capture import Progress, Total, require_progress
 from sinkscope.display import HtmlTable
+from sinkscope.epe import epe_found_once
 from sinkscope.errors import InvalidInputError, NotApplicableError
-from sinkscope.experiments._engine import Experiment, Total, run_experiments
+from sinkscope.experiments._engine import Experiment, run_experiments
 from sinkscope.experiments.attention_maps import AttentionMaps, AttentionMapsExperiment
 from sinkscope.experiments.coordinate_alignment import (
     CoordinateAlignment,
@@ -149,6 +150,7 @@ def load_summary(path: str | Path) -> dict[str, Any]:
     return read_json(file, json.loads(text), "results.json")
 
 
+@epe_found_once()
 def reproduce(
     model: Any,
     batch: TokenBatch,
@@ -191,6 +193,7 @@ def reproduce(
     """
     view = model_view(model)
     require_batch(batch)
+    require_progress(progress, total)
     view.require_raw_weights("The paper's set of experiments")
     group = Processes() if group is None else group
     if out is None and group.count > 1:

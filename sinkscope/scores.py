@@ -14,7 +14,13 @@ from torch import Tensor
 
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
-from sinkscope.attention import ScoreRule, at_least_single, eps_of, is_half
+from sinkscope.attention import (
+    ScoreRule,
+    at_least_single,
+    largest_error,
+    pattern_tolerance,
+    score_tolerance,
+)
 from sinkscope.capture import LayerReader, Part, stack_layers, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
@@ -24,13 +30,10 @@ from sinkscope.model import ModelView, model_view, whole_numbers
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
 
-TOLERANCE_FACTOR = 64
-"""Identities hold to this many units of the dtype's precision, times the largest `scale |q||k|`."""
-HALF_FACTOR = 4
-"""The same for half precision, whose units are large: 64 of them would refuse nothing."""
-HALF_PATTERN_FACTOR = 16
-"""In half precision patterns hold to this many units: a share of attention is at most 1."""
-
+_FIX = (
+    "look for a hook that edits q, k, scores or pattern, a scale that the configuration does not "
+    "tell, or an attention that TransformerLens computes otherwise than the model's authors"
+)
 
 TERMS = ("content", "query_bias", "key_bias", "bias_bias", "position_bias", "soft_cap")
 """The names of all terms; a model has those whose parts it has."""
@@ -359,19 +362,24 @@ class IdentityReader:
         if site.kind == "attn_scores":
             error = (self._total - tensor).abs()
             what = "the sum of the terms is not the model's own score"
-            worst = _largest(error, visible, self._tolerance, layer, what)
+            worst = self._worst(error, visible, self._tolerance, layer, what)
             self.max_error = max(self.max_error, worst)
             return
         error = (self._rule.pattern(self._total, visible) - tensor).abs()
         what = "softmax of the sum of the terms is not the model's own pattern"
         tolerance = self._tolerance
         if self._rule.sink_logits is None:
-            tolerance = _pattern_tolerance(tolerance, tensor, visible)
+            tolerance = pattern_tolerance(tolerance, tensor, visible)
         self.tolerance = max(self.tolerance, tolerance)
-        worst = _largest(error, visible, tolerance, layer, what)
+        worst = self._worst(error, visible, tolerance, layer, what)
         self.pattern_error = max(self.pattern_error, worst)
         self._seen = {}
         self._total = self._rule = None
+
+    @staticmethod
+    def _worst(error: Tensor, visible: Tensor, tolerance: float, layer: int, what: str) -> float:
+        per_head = error.masked_fill(~visible, 0).amax((0, 2, 3))
+        return largest_error(per_head, tolerance, layer, what, _FIX)
 
     def _add_up(self, site: Site, chunk: TokenBatch) -> None:
         """The sum of the terms, once everything that they are made of was seen."""
@@ -389,10 +397,7 @@ class IdentityReader:
         self._keep(layer, terms, self._rule)
         content, *others = terms.values()
         self._total = sum(others, content)
-        eps = eps_of(attn_in.dtype)
-        if not self._live:  # attention left to transformers, which may compute it in float32
-            eps = max(eps, eps_of(torch.float32))
-        self._tolerance = _factor(attn_in.dtype) * eps * max(1.0, size)
+        self._tolerance = score_tolerance(attn_in.dtype, size, self._live)
         self.tolerance = max(self.tolerance, self._tolerance)
 
     def take(self, start: int) -> Part:
@@ -520,40 +525,6 @@ def score_terms(
         total = sum(others, content)
         terms["soft_cap"] = rule.capped(total) - total
     return terms, size
-
-
-def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what: str) -> float:
-    """The largest error over visible pairs, refused where it is over the tolerance or NaN."""
-    per_head = error.masked_fill(~visible, 0).amax((0, 2, 3))
-    worst = float(per_head.max())
-    if not worst <= tolerance:
-        head = int(per_head.nan_to_num(nan=math.inf).argmax())
-        raise IdentityError(
-            f"In layer {layer}, head {head}, {what}",
-            expected=f"a difference of at most {tolerance:.2e}",
-            got=f"{worst:.2e}",
-            fix="look for a hook that edits q, k, scores or pattern, a scale that the "
-            "configuration does not tell, or an attention that TransformerLens computes "
-            "otherwise than the model's authors",
-        )
-    return worst
-
-
-def _pattern_tolerance(of_scores: float, pattern: Tensor, visible: Tensor) -> float:
-    """A pattern is off by no more than its scores are, and by what its softmax rounds.
-
-    Many models compute the softmax in float32 whatever their dtype; their row sums tell.
-    """
-    eps = eps_of(pattern.dtype)
-    if eps > eps_of(torch.float32):
-        return min(of_scores, HALF_PATTERN_FACTOR * eps)
-    off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0)
-    single = bool(off.max() > TOLERANCE_FACTOR * eps)
-    return max(of_scores, TOLERANCE_FACTOR * eps_of(torch.float32) if single else 0.0)
-
-
-def _factor(dtype: torch.dtype) -> int:
-    return HALF_FACTOR if is_half(dtype) else TOLERANCE_FACTOR
 
 
 def _layer(site: Site) -> int:

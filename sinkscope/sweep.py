@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope import metrics
 from sinkscope.ablations import Ablation, Edit, EditContext
-from sinkscope.capture import Progress, stream
+from sinkscope.capture import Progress, require_progress, stream
 from sinkscope.costs import LossReader
 from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
 from sinkscope.measures import PatternReader
@@ -131,6 +131,7 @@ def head_sweep(
     """
     view = model_view(model)
     require_batch(batch)
+    require_progress(progress)
     chosen = view.layers(layers)
     heads = list(range(view.n_heads))
     readers = _readers(view)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkscope._types import Ids, Mask
+from sinkscope.attention import at_least_single, score_tolerance
 from sinkscope.capture import stream
 from sinkscope.display import HtmlTable
 from sinkscope.errors import (
@@ -28,7 +29,7 @@ from sinkscope.errors import (
 )
 from sinkscope.model import HookFn, ModelView, model_view
 from sinkscope.prompts import TokenBatch, token_batch
-from sinkscope.scores import HALF_FACTOR, TOLERANCE_FACTOR, IdentityReader, at_least_single
+from sinkscope.scores import IdentityReader
 from sinkscope.sites import MODEL_KINDS, Site
 
 if TYPE_CHECKING:
@@ -170,25 +171,18 @@ def _answer(ask: Callable[[_Trial], str], trial: _Trial) -> tuple[str, str]:
         return FAILS, f"raises {type(error).__name__}: {str(error)[:300]}"
 
 
-def _tolerance(tensor: Tensor, *, least: torch.dtype | None = None) -> float:
-    eps = float(torch.finfo(tensor.dtype).eps)
-    single = float(torch.finfo(torch.float32).eps)
-    factor = HALF_FACTOR if eps > single else TOLERANCE_FACTOR
-    if least is not None:
-        eps = max(eps, float(torch.finfo(least).eps))
+def _tolerance(tensor: Tensor, live: bool = True) -> float:
     size = float(tensor.abs().amax()) if tensor.numel() else 0.0
-    return factor * eps * max(1.0, size)
+    return score_tolerance(tensor.dtype, size, live)
 
 
-def _require_close(
-    what: str, ours: Tensor, run: Tensor, *, least: torch.dtype | None = None
-) -> float:
+def _require_close(what: str, ours: Tensor, run: Tensor, *, live: bool = True) -> float:
     """The largest difference, refused where it is over the tolerance."""
     if ours.shape != run.shape:
         raise _Failure(f"{what}: shape {list(ours.shape)}, in the run {list(run.shape)}")
     difference = (ours.to(run.device) - run).abs()
     worst = float(difference.amax()) if difference.numel() else 0.0
-    allowed = _tolerance(run, least=least)
+    allowed = _tolerance(run, live)
     if not worst <= allowed:
         place = [
             int(i) for i in (difference.nan_to_num(nan=math.inf) == worst).nonzero()[:1].ravel()
@@ -513,10 +507,10 @@ def _row_sums(trial: _Trial) -> str:
         if bool((pattern < 0).any()):
             raise _Failure(f"{what}: smallest share {float(pattern.min()):.2e}")
         if trial.view.parts.sink_logits:
-            if bool((sums > 1 + _tolerance(ones, least=torch.float32)).any()):
+            if bool((sums > 1 + _tolerance(ones, live=False)).any()):
                 raise _Failure(f"{what}: a sum of {float(sums.max()):.4g}, at most 1 expected")
         else:
-            _require_close(f"{what} sum to 1", sums.to(pattern.dtype), ones, least=torch.float32)
+            _require_close(f"{what} sum to 1", sums.to(pattern.dtype), ones, live=False)
     return "rows are shares" + (" beside a sink logit" if trial.view.parts.sink_logits else "")
 
 
@@ -630,7 +624,7 @@ def _padded(trial: _Trial, side: Literal["left", "right"]) -> str:
             pattern = seen[Site("pattern", layer)][row]
             kept = pattern[:, tokens.to(pattern.device)][:, :, tokens.to(pattern.device)]
             what = f"the pattern of prompt {row} in layer {layer}, padded on the {side}"
-            _require_close(what, kept, alone[Site("pattern", layer)][0], least=torch.float32)
+            _require_close(what, kept, alone[Site("pattern", layer)][0], live=False)
     return f"padding on the {side} leaves the patterns of tokens as they are"
 
 

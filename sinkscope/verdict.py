@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ CONTROLS = {
 TOKEN = "Nullify BOS Token"
 CIRCUIT = ("No Query Bias", "Remove First PE", "Swap EPE", "Zero Top-3 Wk")
 """Without any of these the paper's circuit is broken."""
+HIDDEN = "Not applicable: no query of a prompt's second half sees the first position."
+"""What windows on attention may do."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Verdict:
     sentences: tuple[str, ...]
 
 
-def verdict(table: Table1, lengths: Sequence[int]) -> Verdict:
+def verdict(table: Table1) -> Verdict:
     """Read a table: position 0's share against the uniform one, and each condition against it.
 
     A sink is a share of at least 3 times the uniform one. A part carries it if less than
@@ -58,15 +61,16 @@ def verdict(table: Table1, lengths: Sequence[int]) -> Verdict:
 
     Args:
         table: with the untouched model under the name Baseline.
-        lengths: tokens of each prompt, for what uniform attention would give.
     """
     rows = table.to_dataframe()
     pooled = rows[rows.corpus == (POOLED if POOLED in set(rows.corpus) else rows.corpus.iloc[-1])]
     scores = dict(zip(pooled.condition, pooled.sink_score, strict=True))
-    uniform = uniform_sink_score(lengths)
+    uniform = table.uniform
     baseline = scores.get("Baseline")
     if baseline is None:
         return Verdict("The table has no untouched model to compare with.", ())
+    if math.isnan(baseline):
+        return Verdict(HIDDEN, ())
     share = f"Position 0 receives {baseline:.1%} of attention in layers {_span(table.mid_layers)}"
     share += f"; uniform attention would give it {uniform:.1%}"
     if SINK_RATIO * uniform >= 1:
@@ -79,12 +83,6 @@ def verdict(table: Table1, lengths: Sequence[int]) -> Verdict:
     return Verdict(
         f"{circuit(kept, missing)} {share}.", tuple(s for s in sentences if s is not None)
     )
-
-
-def uniform_sink_score(lengths: Sequence[int]) -> float:
-    """The sink score of uniform attention: mean over `i >= T//2` of `1/(i + 1)`, over prompts."""
-    scores = [np.mean([1 / (i + 1) for i in range(n // 2, n)]) for n in lengths]
-    return float(np.mean(scores))
 
 
 def circuit(kept: Mapping[str, float], missing: Mapping[str, str]) -> str:

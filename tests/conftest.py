@@ -8,6 +8,7 @@ install_import_hook("sinkscope", "beartype.beartype")
 
 import os  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -15,7 +16,9 @@ import torch  # noqa: E402
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tiny models lose more to threads than they gain
 
-from models import HAS_HOOKED_TRANSFORMER  # noqa: E402
+from models import HAS_HOOKED_TRANSFORMER, IDS, shared_model  # noqa: E402
+
+import sinkscope as ss  # noqa: E402
 
 KINDS = [
     "bridge",
@@ -35,6 +38,18 @@ KINDS = [
 def kind(request: pytest.FixtureRequest) -> str:
     """How a model is hooked: each test that takes this runs on both, where both exist."""
     return request.param
+
+
+@pytest.fixture
+def model(kind: str) -> Any:
+    """A small random model in float64, hooked in either way; modules may have their own."""
+    return shared_model(kind)
+
+
+@pytest.fixture
+def batch(model: Any) -> ss.TokenBatch:
+    """Three prompts of eight tokens."""
+    return ss.token_batch(model, IDS)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,34 @@ def tiny_gpt2(
             if name.endswith("bias") or "ln_" in name:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return model.eval()
+
+
+@functools.cache
+def exact_gpt2(**sizes: int) -> GPT2LMHeadModel:
+    """A `tiny_gpt2` with weights that are the same however it is hooked; copy it to change it."""
+    hf = tiny_gpt2(**sizes)
+    for parameter in hf.parameters():
+        # HookedTransformer rounds norms and biases to float32 as it loads them.
+        parameter.data = parameter.data.float().double()
+    return hf
+
+
+@functools.cache
+def shared_model(kind: str, **sizes: int) -> Any:
+    """One hooked `exact_gpt2` for all tests: every call leaves it as it was (test_restoration)."""
+    return hook(copy.deepcopy(exact_gpt2(**sizes)), kind)
+
+
+IDS = torch.randint(1, 50, (3, 8), generator=torch.Generator().manual_seed(0))
+"""Three prompts for it."""
+
+EXACT = 1e-10
+
+
+def close(ours: Any, theirs: Any, atol: float = EXACT) -> None:
+    """Numbers of the same shape, in float64."""
+    both = (torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs))
+    torch.testing.assert_close(*both, rtol=0, atol=atol)
 
 
 def hook(hf_model: GPT2LMHeadModel, kind: str, tokenizer: Any = None, **processing: Any) -> Any:

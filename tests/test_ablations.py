@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import hook, tiny_gpt2
+from models import close, exact_gpt2, hook, shared_model
 from torch import Tensor, nn
 
 import sinkscope as ss
@@ -32,34 +32,19 @@ from sinkscope.ablations import (
 )
 from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
 
-EXACT = 1e-10
 N_LAYERS, N_HEADS, D_HEAD, N_CTX, LENGTH = 3, 3, 4, 7, 6
 D_MODEL = N_HEADS * D_HEAD
 
 pytestmark = pytest.mark.filterwarnings("error::sinkscope.errors.NoEffectWarning")
 
 
-def base_model() -> Any:
-    hf = tiny_gpt2(N_LAYERS, N_HEADS, D_HEAD, N_CTX)
-    for parameter in hf.parameters():
-        # HookedTransformer rounds norms and biases to float32 as it loads them.
-        parameter.data = parameter.data.float().double()
-    return hf
-
-
-BASE = base_model()
+BASE = exact_gpt2(n_ctx=N_CTX)
 IDS = torch.randint(0, 50, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-@functools.cache
-def shared_model(kind: str) -> Any:
-    """One model for the whole module: every call leaves it as it was (see test_restoration)."""
-    return hook(copy.deepcopy(BASE), kind)
 
 
 @pytest.fixture
 def model(kind: str) -> Any:
-    return shared_model(kind)
+    return shared_model(kind, n_ctx=N_CTX)
 
 
 @pytest.fixture
@@ -235,10 +220,6 @@ def name_of(ablation: Any) -> str:
         if getattr(ablation, f.name) != f.default
     ]
     return f"{type(ablation).__name__}({', '.join(given)})"
-
-
-def close(ours: Tensor, theirs: Tensor, atol: float = EXACT) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
 def matches(ours: Tensor, *edits: Edit) -> None:

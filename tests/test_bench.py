@@ -14,6 +14,7 @@ from models import hook, tiny_gpt2
 from test_leaves_no_trace import state
 
 import sinkscope as ss
+from sinkscope import metrics
 from sinkscope.ablations import Ablation, ZeroKeyColumns, ZeroQueryBias, ZeroToken
 from sinkscope.bench import MEASURES, UNTOUCHED, MitigationBench
 from sinkscope.errors import InvalidInputError, NotApplicableError
@@ -46,6 +47,21 @@ def batch(bench_model: Any) -> ss.TokenBatch:
 @pytest.fixture(scope="module")
 def bench(bench_model: Any, batch: ss.TokenBatch) -> MitigationBench:
     return ss.mitigation_bench(bench_model, batch, MITIGATIONS, seeds=(0, 5), window=3)
+
+
+def test_received_attention_is_summed_once_a_layer(
+    bench_model: Any, batch: ss.TokenBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    plain = metrics.received_attention
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(metrics, "received_attention", counted)
+    ss.mitigation_bench(bench_model, batch, {"heads": SwitchOffHeads(((0, 0),))}, seeds=(0,))
+    assert len(calls) == 2 * 3, "two runs of three layers; controls do not ask for it"
 
 
 def test_every_number_is_that_of_its_own_measure(

@@ -15,7 +15,9 @@ import pytest
 from byte_tokenizer import tiny_directory
 
 import sinkscope as ss
+from sinkscope import loading
 from sinkscope.cli import main
+from sinkscope.errors import LoadError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -236,6 +238,8 @@ def test_decompose_picks_the_head_with_most_sink(run: Run, tiny: str) -> None:
         (("epe", "--model", "./absent"), "There is no directory"),
         (("epe", "--model", "no-one/no-such-model"), "Hugging Face hub"),
         (("epe", "--model", "TINY", "--device", "nonsense"), "nonsense"),
+        (("epe", "--model", "TINY", "--device-map", "nonsense"), "nonsense"),
+        (("epe", "--model", "TINY", "--device-map", ""), "must not be empty"),
         (("decompose", "", "--model", "TINY"), "no token"),
         (("decompose", "a", "--model", "TINY"), "two tokens"),
         (("decompose", "half \udc80 pair", "--model", "TINY"), "UTF-8"),
@@ -329,6 +333,41 @@ def test_misuse_is_explained(
     assert "usage: sinkscope" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["epe", "decompose"])
+def test_a_model_that_a_map_places_gives_the_same(run: Run, tiny: str, command: str) -> None:
+    arguments = (command, "--model", tiny, *(["some words"] if command == "decompose" else []))
+    assert run(*arguments, "--device-map", "cpu") == run(*arguments)
+
+
+def test_every_command_takes_a_device_map(
+    run: Run, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(model: Any, **options: Any) -> Any:
+        raise LoadError(f"map {options['device_map']!r}, device {options['device']!r}")
+
+    monkeypatch.setattr(loading, "load_model", noted)
+    out = ("--out", str(tmp_path / "out"))
+    for argv in (
+        ("reproduce", "--model", tiny, *out),
+        ("survey", tiny, *out),
+        ("mitigate", "--model", tiny, *out),
+        ("epe", "--model", tiny),
+        ("decompose", "some words", "--model", tiny),
+    ):
+        code, _, stderr = run(*argv, "--device-map", "auto")
+        assert (code, stderr) == (1, "sinkscope: map 'auto', device None.\n"), argv[0]
+        assert "map None, device 'cpu'" in run(*argv, "--device", "cpu")[2]
+
+
+def test_a_device_and_a_device_map_exclude_each_other(
+    tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["epe", "--model", tiny, "--device", "cpu", "--device-map", "auto"])
+    assert caught.value.code == 2
+    assert "not allowed with argument --device" in capsys.readouterr().err
+
+
 def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
@@ -339,6 +378,7 @@ def test_help_names_every_command_and_option(capsys: pytest.CaptureFixture[str])
         main(["reproduce", "--help"])
     details = capsys.readouterr().out
     options = ("--model", "--prompts", "--out", "--batch-size", "--device", "--dtype", "--length")
+    options += ("--device-map",)
     assert all(option in details for option in options)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 from inspect import unwrap
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import hook, tiny_gpt2
+from models import EXACT, IDS, close, exact_gpt2, shared_model
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -22,39 +21,14 @@ from sinkscope.costs import fake_quantised
 from sinkscope.errors import IdentityError, InvalidInputError, NoEffectWarning
 from sinkscope.mitigations import OffByOneSoftmax, WindowedAttention
 
-EXACT = 1e-10
 LENGTHS = (9, 6, 4)
 N_LAYERS, N_HEADS, D_MODEL = 3, 3, 12
 
 
-def base_model() -> Any:
-    hf = tiny_gpt2()
-    for parameter in hf.parameters():
-        # HookedTransformer rounds norms and biases to float32 as it loads them.
-        parameter.data = parameter.data.float().double()
-    return hf
-
-
-BASE = base_model()
+BASE = exact_gpt2()
 ROWS = [
     torch.randint(1, 50, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS
 ]
-IDS = torch.randint(1, 50, (3, 8), generator=torch.Generator().manual_seed(0))
-
-
-@functools.cache
-def shared_model(kind: str) -> Any:
-    return hook(copy.deepcopy(BASE), kind)
-
-
-@pytest.fixture
-def model(kind: str) -> Any:
-    return shared_model(kind)
-
-
-@pytest.fixture
-def batch(model: Any) -> ss.TokenBatch:
-    return ss.token_batch(model, IDS)
 
 
 def padded(model: Any, side: str) -> ss.TokenBatch:
@@ -65,12 +39,6 @@ def padded(model: Any, side: str) -> ss.TokenBatch:
         ids[i, where] = torch.tensor(row)
         mask[i, where] = 1
     return ss.token_batch(model, ids, mask=mask)
-
-
-def close(a: Any, b: Any, atol: float = EXACT) -> None:
-    torch.testing.assert_close(
-        torch.as_tensor(a).double(), torch.as_tensor(b).double(), rtol=0, atol=atol
-    )
 
 
 @torch.no_grad()

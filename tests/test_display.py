@@ -44,7 +44,7 @@ def test_massive_coordinates_show_index_and_value() -> None:
 def test_table_shows_the_pooled_rows() -> None:
     scores = np.zeros((2, 3, 4, 1))
     scores[0], scores[1] = 0.5, [[[0.1]], [[0.2]], [[0.3]]]
-    table = Table1(scores, ("Baseline", "other"), ("a", "b", "b"), (1, 2))
+    table = Table1(scores, ("Baseline", "other"), ("a", "b", "b"), (1, 2), 0.03)
     shown = cells(table._repr_html_())
     assert shown[0] == "Baseline"
     assert shown[1].startswith("0.5000")

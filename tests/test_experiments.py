@@ -536,3 +536,66 @@ def test_the_published_table_is_the_papers(reference: Path) -> None:
             theirs.setdefault(corpora[row["dataset"]], {})[row["description"]] = numbers
     assert published()["table1"] == theirs
     assert all(list(rows) == list(ss.PAPER_CONDITIONS) for rows in theirs.values())
+
+
+# --- the EPE is found once ----------------------------------------------------------------
+
+
+@pytest.fixture
+def extractions(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What went into the first MLP for an EPE: all positions of the table as one row."""
+    into: list[torch.Tensor] = []
+    plain = ss.ModelView.first_mlp
+
+    def noted(view: ss.ModelView, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:2] == (1, view.n_ctx):
+            into.append(x.clone())
+        return plain(view, x)
+
+    monkeypatch.setattr(ss.ModelView, "first_mlp", noted)
+    return into
+
+
+def test_one_call_finds_the_epe_once(
+    model: Any, batch: ss.TokenBatch, extractions: list[torch.Tensor]
+) -> None:
+    calls = {
+        "reproduce": lambda: ss.reproduce(model, batch, batch_size=2),
+        "survey": lambda: ss.survey(model, batch),
+        "padded": lambda: ss.sink_score(
+            model,
+            ss.token_batch(model, [[1, 2, 3], [4, 5], [6, 7]], padding="left"),
+            ss.ablations.SwapEPE() + ss.ablations.ZeroKeyColumns(ss.TopK(2)),
+            batch_size=1,
+        ),
+    }
+    for name, call in calls.items():
+        extractions.clear()
+        call()
+        assert len(extractions) == 1, name
+
+
+def test_the_epe_is_not_kept_from_one_call_to_the_next(
+    batch: ss.TokenBatch, extractions: list[torch.Tensor]
+) -> None:
+    changing, fresh = (hook(tiny_gpt2(n_layers=5), "bridge") for _ in range(2))
+    view = ss.model_view(changing)
+    before = ss.reproduce(view, batch)
+    for one in (view, ss.model_view(fresh)):
+        one.model.pos_embed.weight.data *= 1.5  # through .data, of which torch keeps no count
+    after = ss.reproduce(view, batch)
+    assert not torch.equal(extractions[0], extractions[1])
+    expected = ss.reproduce(fresh, batch)
+    for name, result in expected.results.items():
+        assert after.results[name] == result, name
+    assert after.results["table1"] != before.results["table1"]
+
+    def fail(n: int) -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        ss.reproduce(view, batch, progress=fail)
+    extractions.clear()
+    for _ in range(2):
+        ss.extract_epe(view)
+    assert len(extractions) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from inspect import unwrap
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import hook, tiny_gpt2
+from models import IDS, close, exact_gpt2, hook, shared_model, tiny_gpt2
 from torch import Tensor
 from transformers.models.gpt2 import modeling_gpt2
 
@@ -26,7 +27,7 @@ from sinkscope.ablations import (
     ZeroToken,
 )
 from sinkscope.controls import Budget, budget
-from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
+from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning, NotApplicableError
 from sinkscope.mitigations import (
     CalibrateAttention,
     ClampActivations,
@@ -42,41 +43,12 @@ from sinkscope.mitigations import (
     massive_limit,
 )
 
-EXACT = 1e-10
 N_LAYERS, N_HEADS, D_HEAD, D_MODEL = 3, 3, 4, 12
 
 pytestmark = pytest.mark.filterwarnings("error::sinkscope.errors.NoEffectWarning")
 
 
-def base_model() -> Any:
-    hf = tiny_gpt2()
-    for parameter in hf.parameters():
-        # HookedTransformer rounds norms and biases to float32 as it loads them.
-        parameter.data = parameter.data.float().double()
-    return hf
-
-
-BASE = base_model()
-IDS = torch.randint(1, 50, (3, 8), generator=torch.Generator().manual_seed(0))
-
-
-@functools.cache
-def shared_model(kind: str) -> Any:
-    return hook(copy.deepcopy(BASE), kind)
-
-
-@pytest.fixture
-def model(kind: str) -> Any:
-    return shared_model(kind)
-
-
-@pytest.fixture
-def batch(model: Any) -> ss.TokenBatch:
-    return ss.token_batch(model, IDS)
-
-
-def close(a: Any, b: Any, atol: float = EXACT) -> None:
-    torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=0, atol=atol)
+BASE = exact_gpt2()
 
 
 def logits(model: Any, ablation: Ablation, batch: ss.TokenBatch | None = None) -> Tensor:
@@ -434,6 +406,8 @@ BAD: dict[str, tuple[Ablation, str]] = {
     "factor": (ScaleQueryBias(float("nan")), "finite"),
     "factor of keys": (ScaleKeyColumns((1,), float("inf")), "finite"),
     "logits": (SinkLogit((0.0, 1.0)), "3 of them"),
+    "a list of logits": (SinkLogit([0.0]), "one for each head.*3 of them"),
+    "a logit among others": (SinkLogit([0.0, float("nan"), 0.0]), "a finite number, or 3"),
     "head": (SinkLogit(0.0, heads=[7]), "heads from 0 to 2"),
     "beta": (CalibrateAttention(beta=2.0), "from 0 to 1"),
     "limit": (ClampActivations(-1.0), "0 or more"),
@@ -451,6 +425,87 @@ def test_bad_values_say_what_is_right(name: str, batch_model: Any) -> None:
     ablation, message = BAD[name]
     with pytest.raises(InvalidInputError, match=message):
         ss.next_token_loss(batch_model, ss.token_batch(batch_model, IDS), ablation)
+
+
+TOO_LARGE = {
+    "values": lambda n: SetActivations((1,), 0, n),
+    "one value": lambda n: SetActivations((1,), 0, [n if d == 1 else 0.0 for d in range(D_MODEL)]),
+    "query bias": ScaleQueryBias,
+    "shuffled": ShuffledQueryBias,
+    "key columns": lambda n: ScaleKeyColumns((1, 2), n),
+    "EPE": ScaleEPE,
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+@pytest.mark.parametrize(
+    ("dtype", "number", "within"),
+    [
+        (torch.float16, 1e6, 1e3),
+        (torch.bfloat16, 1e30, 1e9),
+        (torch.float32, 1e30, 1e9),
+        (torch.float64, 1e200, 1e30),
+    ],
+)
+def test_numbers_that_a_dtype_does_not_hold_are_refused(
+    name: str, dtype: torch.dtype, number: float, within: float
+) -> None:
+    """By any way to run an ablation; 1e30 is a float32, but what a norm makes of it is not."""
+    model = hook(tiny_gpt2(dtype=dtype), "bridge")
+    batch = ss.token_batch(model, IDS)
+    make = TOO_LARGE[name]
+    with pytest.raises(EditError, match=f"can't compute with.*{number:.4g}".replace("+", r"\+")):
+        ss.residual_norms(model, batch, make(number))
+    with pytest.raises(EditError, match=str(dtype)), make(number).applied(model):
+        model(IDS)
+    with make(within).applied(model), torch.no_grad():
+        model(IDS)
+
+
+def test_what_had_no_end_before_an_edit_is_not_laid_to_it(model: Any) -> None:
+    endless = Ablation.from_hook("blocks.0.hook_resid_post", lambda x, hook: x * math.inf)
+    with (endless + SetActivations((1,), 0, 2.0)).applied(model):
+        model(IDS)
+
+
+def test_a_limit_beyond_the_dtype_leaves_all() -> None:
+    model = hook(tiny_gpt2(dtype=torch.float16), "bridge")
+    close(logits(model, ClampActivations(1e30)), logits(model, Composition()), atol=0)
+
+
+def test_numbers_for_each_head_come_in_any_sequence(model: Any, batch: ss.TokenBatch) -> None:
+    given = [0.1, -1.0, 2.0]
+    listed = ss.patterns(model, batch, SinkLogit(given))
+    close(listed, ss.patterns(model, batch, SinkLogit((*given,))), atol=0)
+    one_each = [SinkLogit(number, heads=[head]) for head, number in enumerate(given)]
+    close(listed, ss.patterns(model, batch, Composition(tuple(one_each))))
+    exact = torch.tensor(given, dtype=torch.float64).exp()[None, :, None]
+    scores = ss.decompose_scores(model, batch, layers=[0])
+    seen = scores.total[:, 0].exp().masked_fill(~scores.visible[:, 0, None], 0).sum(-1)
+    close(listed[:, 0].sum(-1), seen / (seen + exact), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ablation", "message"),
+    [
+        (ZeroQueryBias(heads=[7]), "heads from 0 to 2"),
+        (ZeroQueryBias(layers=[0, 9]), "layers from 0 to 2"),
+        (SwitchOffHeads(((0, 0), (1, 3))), "heads from 0 to 2"),
+        (SwitchOffHeads(()), "at least one pair"),
+        (CalibrateAttention(heads=[3]), "heads from 0 to 2"),
+        (OffByOneSoftmax(layers=3), "layers from 0 to 2"),
+        (ZeroKeyColumns((1,), heads=[5]), "heads from 0 to 2"),
+        (ReplacePosition(1, 99), "from 0 to 15"),
+        (ZeroToken(0) + ScaleQueryBias(0.5, heads=[-1]), "heads from 0 to 2"),
+    ],
+)
+def test_a_control_of_what_the_model_lacks_is_refused(
+    batch_model: Any, ablation: Ablation, message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        ss.equal_budget_control(batch_model, ablation, 0)
+    with pytest.raises(InvalidInputError, match=message):
+        budget(batch_model, ablation)
 
 
 def test_a_seed_is_a_whole_number(batch_model: Any) -> None:

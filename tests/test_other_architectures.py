@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architectures import IDS, attentions, transformers_model
@@ -19,6 +20,7 @@ from sinkscope.errors import (
     NotApplicableError,
     SinkscopeError,
 )
+from sinkscope.report import write_all
 
 NAMES = ("gpt_neo", "opt", "pythia", "bloom", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
 
@@ -51,6 +53,24 @@ def test_a_whole_run_lists_what_does_not_apply(name: str, tmp_path: Path) -> Non
     assert "score_terms" in has
     assert ("delta" in has) == (name in ("opt", "bloom"))
     assert (tmp_path / "results.json").is_file()
+    write_all(result, tmp_path, "cdn", None)
+    page = (tmp_path / "report.html").read_text("utf-8")
+    fidelity = result.epe_fidelity
+    assert (fidelity is not None) == (name in ("opt", "gpt_neo"))
+    assert ("epe_fidelity, block" in page) == (fidelity is not None)
+    if fidelity is None:
+        return
+    assert fidelity.forms == ("mlp", "causal_block")
+    assert set(fidelity.to_dataframe().through) == {"mlp", "causal_block"}
+    assert "can't be edited" in fidelity.summary()["not_applicable"]["block"]
+    for form in fidelity.forms:
+        measured = ss.epe_fidelity(model, ss.token_batch(model, IDS), form).double().numpy()
+        np.testing.assert_allclose(fidelity.of(form), measured, atol=1e-6)
+    with pytest.raises(NotApplicableError, match=r"'block'.*mlp, causal_block.*can't be edited"):
+        fidelity.of("block")
+    with pytest.raises(NotApplicableError):
+        ss.plots.fidelity_ribbon(fidelity, forms="block")
+    assert type(fidelity).load(tmp_path / "arrays") == fidelity
 
 
 def test_opt_decomposes_though_it_shows_no_scores() -> None:

@@ -60,6 +60,7 @@ def make_table(beside_published: bool = False) -> Table1:
         conditions=("Baseline", "No Query Bias"),
         corpora=("math", "math", "code", "code"),
         mid_layers=(1,),
+        uniform=0.034,
         not_applicable=(("No PE", "no position table"),),
         beside_published=beside_published,
     )
@@ -629,7 +630,7 @@ def test_table1_bars_beside_the_published_values():
 
 def test_one_prompt_has_no_error_bars():
     table = make_table()
-    single = Table1(table.scores[:, :1], table.conditions, ("<b>",), (1,))
+    single = Table1(table.scores[:, :1], table.conditions, ("<b>",), (1,), 0.03)
     figure = plots.table1_bars(single)  # the pooled prompts would be the same bars again
     assert [t.name for t in figure.data] == ["&lt;b&gt; (n = 1)"]
     assert len(plots.table1_bars(single, corpora=("<b>", "all")).data) == 2
@@ -880,7 +881,7 @@ def test_tokens_show_what_can_not_be_seen():
 
 def test_hostile_names_reach_no_figure_as_markup():
     table = make_table()
-    hostile = Table1(table.scores, (HOSTILE, HOSTILE + "2"), (HOSTILE,) * 4, (1,))
+    hostile = Table1(table.scores, (HOSTILE, HOSTILE + "2"), (HOSTILE,) * 4, (1,), 0.03)
     maps = make_maps((HOSTILE, "b"), heads=1)
     maps = AttentionMaps(maps.patterns, (HOSTILE, "x"), maps.layers, maps.tokens)
     massive = make_massive()

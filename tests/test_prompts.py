@@ -233,6 +233,7 @@ class ForwardOnly:
     """A tokenizer whose ids can't be turned back into text."""
 
     bos_token_id = None
+    cls_token_id = None
     pad_token_id = None
     init_kwargs: ClassVar[dict[str, Any]] = {}
 
@@ -302,6 +303,20 @@ def test_a_bos_in_the_text_is_reported_and_a_second_one_warned_of(model: Any) ->
     with pytest.warns(BosWarning, match="second"):
         doubled = ss.token_batch(model, [[0, 5]], bos="prepend")
     assert doubled.ids.tolist() == [[0, 0, 5]]
+
+
+@pytest.mark.parametrize("has_bos", [False, True])
+def test_cls_is_the_bos_of_a_tokenizer_that_has_none(has_bos: bool) -> None:
+    tokenizer = byte_tokenizer(has_bos=has_bos)
+    tokenizer.cls_token = "A"
+    model = model_with(tokenizer)
+    batch = ss.token_batch(model, ["Abc", BOS + "A", "bcd"], padding="right")
+    assert batch.bos == ((False, True, False) if has_bos else (True, False, False))
+    assert sum(batch.bos) == ss.survey(model, batch).rows[0].starts_with_bos
+    first = 0 if has_bos else ids_of("A")[0]
+    prepended = ss.token_batch(model, ["bc"], bos="prepend")
+    assert prepended.ids.tolist() == [[first, *ids_of("bc")]]
+    assert prepended.bos == (True,)
 
 
 def test_a_tokenizer_without_bos_refuses_to_prepend() -> None:

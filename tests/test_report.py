@@ -48,7 +48,7 @@ def outside_scripts(page: str) -> str:
 
 def test_it_holds_the_verdict_the_table_and_every_figure(run: Reproduction, page: str) -> None:
     text = html.unescape(outside_scripts(page))
-    words = verdict(run.table1, run.provenance["lengths"])
+    words = verdict(run.table1)
     for sentence in (words.headline, *words.sentences):
         assert sentence in text
     for row in run.table1.to_dataframe().itertuples():

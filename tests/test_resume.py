@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import hook, tiny_gpt2
@@ -15,7 +17,7 @@ from models import hook, tiny_gpt2
 import sinkscope as ss
 from sinkscope.errors import InvalidInputError, LoadError
 from sinkscope.model import ModelView
-from sinkscope.partial import FOLDER
+from sinkscope.partial import FOLDER, Processes
 
 RUN = """
 import os, signal, sys
@@ -171,3 +173,70 @@ def test_a_chunk_that_is_done_keeps_no_activations(
     assert sorted(pieces) == ["000000000.safetensors", "000000002.000.safetensors", "run.json"]
     assert b"passing" in pieces["000000002.000.safetensors"]
     assert b"passing" not in pieces["000000000.safetensors"]
+
+
+class Interrupted(Exception):
+    """Raised where the run is to end."""
+
+
+@pytest.mark.filterwarnings("ignore:.* prompts at once did not fit")
+def test_a_chunk_that_ran_in_pieces_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hook(tiny_gpt2(), "bridge")
+    batch = ss.token_batch(model, torch.randint(50, (9, 8)))
+    expected = ss.reproduce(model, batch)
+
+    def fits_two(z: torch.Tensor, hook: Any) -> None:
+        if len(z) > 2:
+            raise MemoryError
+
+    def in_the_second_chunk(n: int) -> None:
+        done.append(n)
+        if sum(done) > 12 * 4:
+            raise Interrupted
+
+    done: list[int] = []
+    model.add_hook(str(ss.model_view(model).hook_point(ss.Site("z", 1)).name), fits_two)
+    with pytest.raises(Interrupted):
+        ss.reproduce(model, batch, out=tmp_path, batch_size=4, progress=in_the_second_chunk)
+    pieces = files(tmp_path / FOLDER)
+    assert sorted(pieces) == ["000000000.safetensors", "000000004.000.safetensors", "run.json"]
+    assert b"passing" not in pieces["000000000.safetensors"]
+    forward, ran = ModelView.forward, set()
+
+    def noted(self: ModelView, chunk: ss.TokenBatch, *arguments: object) -> object:
+        ran.update(tuple(row) for row in chunk.ids.tolist())
+        return forward(self, chunk, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelView, "forward", noted)
+    again = ss.reproduce(model, batch, out=tmp_path, batch_size=4)
+    assert ran == {tuple(row) for row in batch.ids[4:].tolist()}
+    assert_same(again, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.* prompts at once did not fit")
+def test_processes_share_chunks_that_ran_in_pieces(tmp_path: Path) -> None:
+    model = hook(tiny_gpt2(), "bridge")
+    batch = ss.token_batch(model, torch.randint(50, (8, 8)))
+    expected = ss.reproduce(model, batch)
+
+    def fits_one(z: torch.Tensor, hook: Any) -> None:
+        if len(z) > 1:
+            raise MemoryError
+
+    model.add_hook(str(ss.model_view(model).hook_point(ss.Site("z", 1)).name), fits_one)
+    with pytest.raises(LoadError, match="Another process left nothing"):
+        ss.reproduce(model, batch, batch_size=4, out=tmp_path, group=Processes(1, 2))
+    halves = ss.reproduce(model, batch, batch_size=4, out=tmp_path, group=Processes(0, 2))
+    assert_same(halves, expected)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """The same results, up to what the number of prompts at a time rounds."""
+    assert ours.results.keys() == theirs.results.keys()
+    for name, result in theirs.results.items():
+        for field, value in vars(result).items():
+            if isinstance(value, np.ndarray):
+                got = getattr(ours.results[name], field)
+                np.testing.assert_allclose(got, value, rtol=0, atol=1e-9, err_msg=f"{name} {field}")

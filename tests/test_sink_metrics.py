@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sinkscope import metrics
 from sinkscope.errors import InvalidInputError
+from sinkscope.measures import of_received
 
 
 def random_case(
@@ -142,3 +143,13 @@ def test_cosine_against_its_definition() -> None:
         dot = sum(float(x) * float(y) for x, y in zip(a[row], b[row], strict=True))
         size = math.dist(a[row].tolist(), [0] * 7) * math.dist(b[row].tolist(), [0] * 7)
         assert float(ours[row]) == pytest.approx(dot / size, abs=1e-14)
+
+
+def test_a_position_is_not_rounded_in_half_precision() -> None:
+    n, sink = 300, 257  # no bfloat16
+    pattern = torch.zeros(1, 1, n, n, dtype=torch.bfloat16)
+    pattern[..., sink] = 1
+    mask = torch.ones(1, n, dtype=torch.bool)
+    both = of_received(metrics.sink_rate, metrics.sink_position)
+    found = both(pattern, mask, metrics.full_visibility(mask))
+    assert found.tolist() == [[[0.0, float(sink)]]]

@@ -60,7 +60,7 @@ def test_too_short_prompts_tell_nothing(model: Any) -> None:
     short = ss.token_batch(model, IDS[:, :2])
     assert "too short to tell" in ss.survey(model, short).rows[0].verdict
     table = ss.experiments.table1.run(model, short)
-    assert "too short to tell" in verdict(table, [2, 2, 2]).headline
+    assert "too short to tell" in verdict(table).headline
 
 
 def test_models_of_one_name_keep_their_rows(model: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.ablations import Ablation, EditContext
-from sinkscope.capture import Pass, Progress, Reader, Store, run_passes
+from sinkscope.capture import Pass, Progress, Reader, Store, Total, require_progress, run_passes
 from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.fidelity import FirstBlockReader
 from sinkscope.model import ModelView, model_view
@@ -18,7 +18,6 @@ from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
 
 Request = tuple[Ablation, Reader]
-Total = Callable[[int], None]
 
 
 @runtime_checkable
@@ -60,6 +59,7 @@ def run_experiments(
     """
     view = model_view(model)
     require_batch(batch)
+    require_progress(progress, total)
     requests = [request for experiment in experiments for request in experiment.requests()]
     # A block's output with positions has to be there when the one without passes.
     requests.sort(key=lambda request: not isinstance(request[1], FirstBlockReader))

@@ -11,7 +11,7 @@ import numpy as np
 from sinkscope.ablations import PAPER_CONDITIONS, Ablation
 from sinkscope.capture import Progress
 from sinkscope.experiments._engine import Request, run_experiments, split_by_applicability
-from sinkscope.measures import PatternReader
+from sinkscope.measures import PatternReader, uniform_sink_score
 from sinkscope.metrics import sink_score
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch
@@ -33,6 +33,8 @@ class Table1(Result):
         conditions: names along the first axis; the first is what `relative` relates to.
         corpora: the corpus of each prompt.
         mid_layers: the layers of the main columns, the paper's choice.
+        uniform: what uniform attention would give position 0 in these layers, mean over prompts;
+            see `measures.uniform_sink_score`.
         not_applicable: pairs of condition and reason, for what this model lacks.
         beside_published: whether the published numbers are about this model and prompts.
     """
@@ -43,6 +45,7 @@ class Table1(Result):
     conditions: tuple[str, ...]
     corpora: tuple[str, ...]
     mid_layers: tuple[int, ...]
+    uniform: float
     not_applicable: tuple[tuple[str, str], ...] = ()
     beside_published: bool = False
 
@@ -105,6 +108,7 @@ class Table1(Result):
         return {
             "rows": self._rows(),
             "mid_layers": self.mid_layers,
+            "uniform": self.uniform,
             "per_prompt": {
                 name: {"mid": mid[n], "all": everything[n]}
                 for n, name in enumerate(self.conditions)
@@ -131,6 +135,7 @@ class Table1Experiment:
         applied, self._not_applicable = split_by_applicability(view, batch, conditions)
         self._batch = batch
         self._mid_layers = tuple(view.mid_or_all_layers)
+        self._uniform = uniform_sink_score(view, batch, self._mid_layers)
         self._beside_published = beside_published
         self._readers = {
             name: (ablation, PatternReader(range(view.n_layers), sink_score))
@@ -147,6 +152,7 @@ class Table1Experiment:
             conditions=tuple(self._readers),
             corpora=self._batch.corpora,
             mid_layers=self._mid_layers,
+            uniform=self._uniform,
             not_applicable=self._not_applicable,
             beside_published=self._beside_published,
         )

@@ -33,17 +33,18 @@ def fidelity_ribbon(
 
     Args:
         fidelity: the result.
-        forms: of "mlp", "block", "causal_block"; all if None.
+        forms: of "mlp", "block", "causal_block"; all that there are if None.
         published: also the paper's medians of "mlp" and "block", for its model and prompts.
         model: what ran, for the subtitle.
 
     Raises:
         InvalidInputError: another result, an unknown form, or published numbers of another
             length.
+        NotApplicableError: a form that the model does not have.
     """
     fidelity = require(fidelity, EpeFidelity, "fidelity_ribbon")
     figure = go.Figure()
-    kept = chosen(forms, FORMS, "form")
+    kept = chosen(fidelity.forms if forms is None else forms, FORMS, "form")
     n_positions = fidelity.mlp.shape[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # positions without a value
