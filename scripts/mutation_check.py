@@ -14,21 +14,14 @@ import argparse
 import ast
 import copy
 import json
-import os
+import math
 import random
-import shutil
-import signal
-import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "sinkscope"
+from changed_copies import PACKAGE, Job, Outcome, preload, run
 
 SHARED = ("situations", "test_random_models.py", "test_padding_changes_nothing.py")
 TESTS = {
@@ -296,108 +289,25 @@ def _become(node: ast.AST, other: ast.AST) -> object:
 # --- running -----------------------------------------------------------------------------
 
 
-def preload() -> None:
-    """What every mutant's tests import and no mutant changes: forks then have it already."""
-    import warnings
-
-    warnings.simplefilter("ignore")
-    import beartype  # noqa: F401
-    import hypothesis  # noqa: F401
-    import jaxtyping  # noqa: F401
-    import pandas  # noqa: F401
-    import plotly.graph_objects  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-    import transformer_lens.model_bridge  # noqa: F401
-    import transformers
-    from transformers import AutoModelForCausalLM, GPT2LMHeadModel  # noqa: F401
-
-    with suppress(ImportError):
-        from transformer_lens import HookedTransformer  # noqa: F401
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+def tests_of(mutant: Mutant, source: str) -> Job:
+    """The tests that may catch a mutant, until one does."""
+    return Job({f"{mutant.module}.py": source}, TESTS[mutant.module], ["-x"])
 
 
-def start(source: str | None, module: str, tests: Sequence[str], log: Path) -> int:
-    """Fork a child that runs some tests on a changed package; gives its id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 3
-    try:
-        os.setsid()
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        place = Path(tempfile.mkdtemp(dir=log.parent))
-        shutil.copytree(PACKAGE, place / "sinkscope", ignore=shutil.ignore_patterns("__pycache__"))
-        if source is not None:
-            (place / "sinkscope" / f"{module}.py").write_text(source, "utf-8")
-        sys.dont_write_bytecode = True
-        sys.path.insert(0, str(place))
-        os.environ["PYTHONPATH"] = str(place)
-        os.environ.setdefault("HYPOTHESIS_CASES", "60")
-        os.chdir(ROOT)
-        import pytest
-
-        files = [str(ROOT / "tests" / name) for name in tests]
-        options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
-        code = int(pytest.main([*options, *dict.fromkeys(files)]))
-        shutil.rmtree(place, ignore_errors=True)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}")
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def unchanged(modules: list[str]) -> tuple[int, str]:
+def unchanged(modules: list[str]) -> Outcome:
     """The tests of some modules on the package as it is: they must pass."""
     files = [name for module in modules for name in TESTS[module]]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        _, status = os.waitpid(start(None, "", files, log), 0)
-        return os.waitstatus_to_exitcode(status), log.read_text("utf-8", "replace")[-2000:]
+    ((_, outcome),) = run([Job({}, files, ["-x"])], 1, math.inf)
+    return outcome
 
 
-def verdict(code: int | None, log: Path) -> tuple[str, str]:
+def verdict(outcome: Outcome) -> tuple[str, str]:
     """Whether a mutant was caught or survived or took too long, and the test that caught it."""
-    if code is None:
+    if outcome.code is None:
         return "timeout", ""
-    text = log.read_text("utf-8", "replace")
-    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return ("survived", "") if code == 0 else ("caught", failed[0][:160] if failed else "")
-
-
-def run(chosen: list[tuple[Mutant, str]], jobs: int, timeout: float) -> Iterator[dict]:
-    """Run every mutant's tests, some at a time."""
-    waiting = list(enumerate(chosen))
-    running: dict[int, tuple[int, float, Path]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                index, (mutant, source) = waiting.pop(0)
-                log = Path(folder) / f"{index}.log"
-                running[start(source, mutant.module, TESTS[mutant.module], log)] = (
-                    index,
-                    time.monotonic(),
-                    log,
-                )
-            time.sleep(0.05)
-            for child, (index, began, log) in list(running.items()):
-                done, status = os.waitpid(child, os.WNOHANG)
-                late = time.monotonic() - began > timeout
-                if not done and not late:
-                    continue
-                if not done:
-                    os.killpg(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                code = None if not done else os.waitstatus_to_exitcode(status)
-                outcome, by = verdict(code, log)
-                seconds = round(time.monotonic() - began, 1)
-                del running[child]
-                log.unlink(missing_ok=True)
-                yield asdict(chosen[index][0]) | {"outcome": outcome, "by": by, "seconds": seconds}
+    if outcome.code == 0:
+        return "survived", ""
+    return "caught", outcome.failed[0][:160] if outcome.failed else ""
 
 
 def main() -> int:
@@ -430,12 +340,16 @@ def main() -> int:
 
     preload()
     modules = sorted({mutant.module for mutant, _ in chosen})
-    code, log = (0, "") if arguments.no_baseline else unchanged(modules)
-    if code:
-        print(f"The tests fail without any mutant:\n{log}")
+    baseline = Outcome(0, "", 0.0) if arguments.no_baseline else unchanged(modules)
+    if baseline.code:
+        print(f"The tests fail without any mutant:\n{baseline.log[-2000:]}")
         return 2
     outcomes: list[dict] = []
-    for outcome in run(chosen, arguments.jobs, arguments.timeout):
+    jobs = [tests_of(mutant, source) for mutant, source in chosen]
+    for number, ran in run(jobs, arguments.jobs, arguments.timeout):
+        found, by = verdict(ran)
+        ended = {"outcome": found, "by": by, "seconds": ran.seconds}
+        outcome = asdict(chosen[number][0]) | ended
         outcomes.append(outcome)
         line = "{outcome:9} {seconds:6.1f} s  {module}:{line} {function} [{kind}]"
         print(f"{len(outcomes)}/{len(chosen)} {line.format(**outcome)}", flush=True)
