@@ -504,7 +504,7 @@ REMOVALS = (
     ),
     removal(
         23,
-        "an MLP is skipped where it writes, not by a sum of the other parts",
+        "an MLP is skipped where it writes, and resid_mid is not the rest of the block",
         (
             "ablations.py",
             '            _zero(Site("mlp_out", layer), context.rows, positions)\n'
@@ -513,12 +513,9 @@ REMOVALS = (
             "            for layer in view.layers(self.layers)\n"
             "            for seen in [{}]\n"
             "            for edit in (\n"
-            '                Edit(Site("resid_pre", layer), lambda x, hook, s=seen: '
-            "s.update(pre=x), True),\n"
-            '                Edit(Site("attn_out", layer), lambda x, hook, s=seen: '
-            "s.update(attn=x), True),\n"
-            '                Edit(Site("resid_post", layer), lambda x, hook, s=seen: '
-            's["pre"] + s["attn"]),\n'
+            '                Edit(Site("resid_mid", layer), lambda x, hook, s=seen: '
+            "s.update(mid=x), True),\n"
+            '                Edit(Site("resid_post", layer), lambda x, hook, s=seen: s["mid"]),\n'
             "            )\n",
         ),
         test="test_23_no_sum_of_parts_stands_for_the_residual_stream",

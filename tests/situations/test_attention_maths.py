@@ -64,7 +64,8 @@ def test_24_a_wrong_scale_is_an_error_with_layer_head_and_size(
     batch = ss.token_batch(model, IDS)
     own = ModelView.attention_scale
     monkeypatch.setattr(ModelView, "attention_scale", lambda self, layer: off * own(self, layer))
-    with pytest.raises(IdentityError, match=r"In layer 0, head \d, .*at most .*Got: \d\.\d+e"):
+    of_terms = r"In layer 0, head \d, the sum of the terms .*at most .*Got: \d\.\d+e"
+    with pytest.raises(IdentityError, match=of_terms):
         ss.decompose_scores(model, batch)
     with pytest.raises(IdentityError, match=r"[Ii]n layer 0, head \d"):
         ss.sink_score(model, batch, layers=[0])
