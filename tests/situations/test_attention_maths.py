@@ -138,7 +138,8 @@ def test_28_rows_without_a_key_are_left_out_and_nan_at_tokens_is_an_error(kind: 
     large.transformer.h[1].attn.c_attn.weight.data *= 500  # q.k is over 65504
     model = hook(large, kind)
     for measure in (ss.sink_score, ss.patterns):
-        with pytest.raises(IdentityError, match=r"NaN|attends to anything"):
+        # HookedTransformer writes 0 where its softmax gave NaN.
+        with pytest.raises(IdentityError, match=r"NaN|attends to anything|does not sum to 1"):
             measure(model, ss.token_batch(model, IDS), layers=[1])
 
 
