@@ -18,22 +18,17 @@ import argparse
 import ast
 import copy
 import json
-import os
+import math
 import random
-import shutil
-import signal
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "sinkscope"
+from changed_copies import PACKAGE, Job, Outcome, preload, run
 
 MODULES = (
     *("ablations", "attention", "circuits", "epe", "fidelity", "guard", "massive"),
@@ -64,12 +59,6 @@ TESTS = (
     "test_survey.py",
 )
 """The tests that may catch a mutant: those that no file, process or browser slows down."""
-
-OPTIONS = (
-    *("-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=line"),
-    # What `preload` imported may be a plugin that pytest would like to have imported itself.
-    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
-)
 
 NOT_NUMERIC = {"overview", "__str__", "__repr__", "name", "dtype", "device", "weights_hash"}
 """Functions that words, hashes and displays come from, tested elsewhere."""
@@ -314,145 +303,72 @@ def _become(node: ast.AST, other: ast.AST) -> object:
 # --- running -----------------------------------------------------------------------------
 
 
-def preload() -> None:
-    """What every mutant's tests import and no mutant changes: forks then have it already."""
-    import warnings
-
-    warnings.simplefilter("ignore")
-    import beartype  # noqa: F401
-    import hypothesis  # noqa: F401
-    import jaxtyping  # noqa: F401
-    import pandas  # noqa: F401
-    import plotly.graph_objects  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-    import transformer_lens.model_bridge  # noqa: F401
-    import transformers
-    from transformers import AutoModelForCausalLM, GPT2LMHeadModel  # noqa: F401
-
-    with suppress(ImportError):
-        from transformer_lens import HookedTransformer  # noqa: F401
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-
-
 class Trace:
-    """Of each test how long it took and which lines of the package it reached."""
+    """A plugin of pytest that writes down how long each test takes and which lines it reaches."""
 
-    def __init__(self, coverage: Any) -> None:
-        self.seconds: dict[str, float] = {}
-        self._coverage = coverage
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._seconds: dict[str, float] = {}
+
+    def pytest_configure(self) -> None:
+        import coverage
+
+        self._coverage = coverage.Coverage(data_file=None, include=["*/sinkscope/*.py"])
+        self._coverage.start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
 
-    def lines(self) -> dict[str, dict[str, list[str]]]:
-        """`module -> line -> tests`."""
+    def pytest_sessionfinish(self) -> None:
+        self._coverage.stop()
+        import sinkscope
+
         data = self._coverage.get_data()
-        found: dict[str, dict[str, list[str]]] = {}
-        for file in (PACKAGE / f"{module}.py" for module in MODULES):
-            reached = data.contexts_by_lineno(str(file))
-            found[file.stem] = {
-                str(line): [name for name in tests if name] for line, tests in reached.items()
+        lines: dict[str, dict[str, list[str]]] = {}
+        for module in MODULES:
+            file = str(Path(sinkscope.__file__).with_name(f"{module}.py"))
+            lines[module] = {
+                str(line): [name for name in tests if name]
+                for line, tests in data.contexts_by_lineno(file).items()
             }
-        return found
+        self._out.write_text(json.dumps({"seconds": self._seconds, "lines": lines}), "utf-8")
 
 
 class Chosen:
-    """Runs chosen tests in a given order, until one fails or the time is over."""
+    """A plugin of pytest that runs chosen tests in a given order, until the time is over."""
 
     def __init__(self, order: Sequence[str], budget: float) -> None:
         self._place = {name: n for n, name in enumerate(order)}
         self._budget = budget
         self._began = 0.0
-        self.over = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.nodeid in self._place]
         items.sort(key=lambda item: self._place[item.nodeid])
         self._began = time.monotonic()
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        self.over = self.over or time.monotonic() - self._began > self._budget
-
-    def pytest_runtest_protocol(self, item: Any) -> None:
-        if self.over:
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        if time.monotonic() - self._began > self._budget:
             item.session.shouldstop = "the time is over"
 
-
-def start(
-    source: str | None, module: str, files: Sequence[str], log: Path, plugin: object = None
-) -> int:
-    """Fork a child that runs test files, from `tests/`, on a changed package; gives its id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 3
-    try:
-        os.setsid()
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        place = Path(tempfile.mkdtemp(dir=log.parent))
-        shutil.copytree(PACKAGE, place / "sinkscope", ignore=shutil.ignore_patterns("__pycache__"))
-        if source is not None:
-            (place / "sinkscope" / f"{module}.py").write_text(source, "utf-8")
-        sys.dont_write_bytecode = True
-        sys.path.insert(0, str(place))
-        os.environ["PYTHONPATH"] = str(place)
-        os.environ.setdefault("HYPOTHESIS_CASES", "60")
-        os.chdir(ROOT)
-        import pytest
-
-        paths = [str(ROOT / "tests" / name) for name in files]
-        code = int(pytest.main([*OPTIONS, *paths], plugins=[plugin] if plugin else []))
-        if isinstance(plugin, Chosen) and plugin.over and code == pytest.ExitCode.INTERRUPTED:
-            code = 0
-        shutil.rmtree(place, ignore_errors=True)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}")
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    def pytest_sessionfinish(self, session: Any) -> None:
+        if session.shouldstop == "the time is over" and not session.testsfailed:
+            session.exitstatus = 0
 
 
-def trace() -> dict[str, Any]:
-    """Run all tests on the package as it is; what `Trace` noted, as `{"seconds", "lines"}`.
+def trace(out: Path) -> dict[str, Any]:
+    """Run all tests on the package as it is; what `Trace` wrote down.
 
     Raises:
         SystemExit: a test failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        child = os.fork()
-        if not child:
-            code = 3
-            try:
-                os.environ.setdefault("HYPOTHESIS_CASES", "60")
-                os.chdir(ROOT)
-                sys.path.insert(0, str(ROOT))
-                import coverage
-                import pytest
-
-                tracer = coverage.Coverage(data_file=None, source=[str(PACKAGE)])
-                noted = Trace(tracer)
-                tracer.start()
-                files = [str(ROOT / "tests" / name) for name in TESTS]
-                code = int(pytest.main([*OPTIONS, *files], plugins=[noted]))
-                tracer.stop()
-                found = {"seconds": noted.seconds, "lines": noted.lines()}
-                (Path(folder) / "trace.json").write_text(json.dumps(found), "utf-8")
-            except BaseException as error:
-                print(f"{type(error).__name__}: {error}")
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if os.waitstatus_to_exitcode(status):
-            raise SystemExit("The tests fail without any mutant")
-        return json.loads((Path(folder) / "trace.json").read_text("utf-8"))
+    ((_, outcome),) = run([Job({}, TESTS, ["-x"], [Trace(out)])], 1, math.inf)
+    if outcome.code:
+        raise SystemExit(f"The tests fail without any mutant:\n{outcome.log[-2000:]}")
+    return json.loads(out.read_text("utf-8"))
 
 
 def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
@@ -469,47 +385,20 @@ def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
     return [name for group in (near, rest) for name in sorted(group, key=traced["seconds"].get)]
 
 
-def verdict(code: int | None, log: Path) -> tuple[str, str]:
+def job_for(mutant: Mutant, source: str, traced: dict[str, Any], budget: float) -> Job:
+    """The tests that may catch a mutant, until one does."""
+    order = order_for(mutant, traced)
+    files = dict.fromkeys(name.split("::")[0].removeprefix("tests/") for name in order)
+    return Job({f"{mutant.module}.py": source}, [*files], ["-x"], [Chosen(order, budget)])
+
+
+def verdict(outcome: Outcome) -> tuple[str, str]:
     """Whether a mutant was caught or survived or took too long, and the test that caught it."""
-    if code is None:
+    if outcome.code is None:
         return "timeout", ""
-    text = log.read_text("utf-8", "replace")
-    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return ("survived", "") if code == 0 else ("caught", failed[0][:160] if failed else "")
-
-
-def run(
-    chosen: list[tuple[Mutant, str]], traced: dict[str, Any], jobs: int, budget: float
-) -> Iterator[dict]:
-    """Run every mutant's tests, some at a time."""
-    waiting = list(enumerate(chosen))
-    running: dict[int, tuple[int, float, Path]] = {}
-    timeout = 3 * budget
-    with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                index, (mutant, source) = waiting.pop(0)
-                log = Path(folder) / f"{index}.log"
-                order = order_for(mutant, traced)
-                files = dict.fromkeys(name.split("::")[0].removeprefix("tests/") for name in order)
-                plugin = Chosen(order, budget)
-                child = start(source, mutant.module, [*files], log, plugin)
-                running[child] = (index, time.monotonic(), log)
-            time.sleep(0.05)
-            for child, (index, began, log) in list(running.items()):
-                done, status = os.waitpid(child, os.WNOHANG)
-                late = time.monotonic() - began > timeout
-                if not done and not late:
-                    continue
-                if not done:
-                    os.killpg(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                code = None if not done else os.waitstatus_to_exitcode(status)
-                outcome, by = verdict(code, log)
-                seconds = round(time.monotonic() - began, 1)
-                del running[child]
-                log.unlink(missing_ok=True)
-                yield asdict(chosen[index][0]) | {"outcome": outcome, "by": by, "seconds": seconds}
+    if outcome.code == 0:
+        return "survived", ""
+    return "caught", outcome.failed[0][:160] if outcome.failed else ""
 
 
 def _key(mutant: dict) -> str:
@@ -546,19 +435,22 @@ def main() -> int:
         return 0
 
     preload()
-    if arguments.trace and arguments.trace.exists():
-        traced = json.loads(arguments.trace.read_text("utf-8"))
+    kept = arguments.trace
+    if kept and kept.exists():
+        traced = json.loads(kept.read_text("utf-8"))
     else:
-        traced = trace()
-        if arguments.trace:
-            arguments.trace.write_text(json.dumps(traced), "utf-8")
+        with tempfile.TemporaryDirectory() as folder:
+            traced = trace(kept or Path(folder) / "trace.json")
     known: dict[str, dict] = {}
     if arguments.out and arguments.out.exists():
         known = {_key(o): o for o in json.loads(arguments.out.read_text("utf-8"))}
-    there = [known[key] for m, _ in chosen if (key := _key(asdict(m))) in known]
+    outcomes = [known[key] for m, _ in chosen if (key := _key(asdict(m))) in known]
     left = [m for m in chosen if _key(asdict(m[0])) not in known]
-    outcomes = there
-    for outcome in run(left, traced, arguments.jobs, arguments.budget):
+    jobs = [job_for(*m, traced, arguments.budget) for m in left]
+    for number, ran in run(jobs, arguments.jobs, 3 * arguments.budget):
+        found, by = verdict(ran)
+        ended = {"outcome": found, "by": by, "seconds": ran.seconds}
+        outcome = asdict(left[number][0]) | ended
         outcomes.append(outcome)
         line = "{outcome:9} {seconds:6.1f} s  {module}:{line} {function} [{kind}]"
         print(f"{len(outcomes)}/{len(chosen)} {line.format(**outcome)}", flush=True)

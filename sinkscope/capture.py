@@ -30,9 +30,10 @@ from sinkscope.errors import (
     LoadError,
     MemoryLimitError,
     NoEffectWarning,
+    NotApplicableError,
     SmallerBatchWarning,
 )
-from sinkscope.guard import PatternGuard
+from sinkscope.guard import NOT_IN_ALL_LAYERS, PatternGuard
 from sinkscope.model import HookFn, ModelView, Stopped, stop
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.sites import Site
@@ -429,6 +430,7 @@ class Pass:
             for reader in self.readers:
                 if LOGITS in reader.sites(self._view):
                     reader.read(LOGITS, out, chunk)
+        _refuse_unseen(self._view, self.readers, waiting - {LOGITS})
         self._ran = True
 
     @property
@@ -500,7 +502,9 @@ class Pass:
                     got="no call",
                     fix="check that the hook fires in this model, e.g. with run_with_cache",
                 )
-            if witness.fired and not witness.changed and not witness.edit.only_looks:
+            # A hook name does not tell whether its layer comes after the last that is read.
+            ran = witness.fired or not isinstance(site, Site)
+            if ran and not witness.changed and not witness.edit.only_looks:
                 warnings.warn(
                     f"an edit at {site} changed nothing in {self._view.name}",
                     NoEffectWarning,
@@ -561,6 +565,19 @@ def _refuse_repeats(view: ModelView, site: Site) -> None:
             got="a second call of the hook",
             fix="sinkscope can't read models that run a layer several times",
         )
+
+
+def _refuse_unseen(view: ModelView, readers: Sequence[Reader], waiting: set[Site]) -> None:
+    """A hook that never fires, as of attention that returns no weights, has nothing to read."""
+    for site in (site for reader in readers for site in reader.sites(view)):
+        if site in waiting and site.kind not in NOT_IN_ALL_LAYERS:
+            raise NotApplicableError(
+                f"Not applicable: {view.name} never shows its {site}",
+                expected="a call of this hook in each forward pass",
+                got="none",
+                fix="use measures that do not read this place, or, of a transformers model, set "
+                "attn_implementation='eager'",
+            )
 
 
 def _guard(view: ModelView, readers: Sequence[Reader], edits: Sequence[Edit]) -> PatternGuard:

@@ -27,6 +27,9 @@ from sinkscope.model import ModelView
 from sinkscope.prompts import TokenBatch
 from sinkscope.sites import Site
 
+NOT_IN_ALL_LAYERS = ("rotary_cos", "rotary_sin")
+"""Kinds of sites that a layer without positions does not pass, in a model with rotary ones."""
+
 
 class PatternGuard:
     """Checks the patterns of a run in the layers that somebody reads.
@@ -67,7 +70,8 @@ class PatternGuard:
         visible = self._view.visible(site.layer, mask)[:, None]
         self._check_sums(site.layer, tensor, visible)
         seen, self._seen = self._seen, {}
-        if self._recomputes:
+        needed = {"q", "k", *(other.kind for other in self._view.score_sites(site.layer))}
+        if needed - set(NOT_IN_ALL_LAYERS) <= seen.keys():
             self._check_scores(site.layer, tensor, visible, seen, chunk)
 
     def _check_sums(self, layer: int, pattern: Tensor, visible: Tensor) -> None:

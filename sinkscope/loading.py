@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -58,7 +59,8 @@ def load_model(
         model: "demo" or one of `DEMO_VARIANTS` (shipped with sinkscope), a name on the
             Hugging Face hub ("gpt2"), a local directory in transformers' format, or a
             transformers model object. An object is wrapped in place, as TransformerLens
-            does: it still computes the same, and its modules are now hooked.
+            does: it still computes the same, and its modules are now hooked. Its attention is
+            set to transformers' "eager", which alone shows its weights.
         tokenizer: for a model object, which may also do without one and take ids.
         device: CPU if None; a model object stays where it is.
         device_map: of names and directories, instead of `device`: which part goes where, as
@@ -304,6 +306,10 @@ def _wrap(hf_model: Any, tokenizer: Any, name: str) -> Any:
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     architectures = getattr(hf_model.config, "architectures", None) or [type(hf_model).__name__]
+    # Where attention is left to transformers, no other implementation shows its weights. A model
+    # of others' code that can't be set is found out where its patterns are read.
+    with suppress(Exception):
+        hf_model.set_attn_implementation("eager")
     try:
         bridge = build_bridge_from_module(
             hf_model,

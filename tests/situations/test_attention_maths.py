@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import WINDOW, attention_of, tiny_family
 from models import hook, tiny_gpt2
+from own_models import toy, toy_view
 from torch import Tensor
 
 import sinkscope as ss
@@ -29,16 +30,21 @@ SCALES = {
     "by layer": {"scale_attn_by_inverse_layer_idx": True},
 }
 
+FAMILIES = ("gpt_neo", "gemma2")
+"""GPT-Neo does not scale, and Gemma 2 scales by a number of its configuration."""
 
-@pytest.mark.parametrize("name", SCALES)
+
+@pytest.mark.parametrize("name", [*SCALES, *FAMILIES])
 def test_24_scores_have_the_models_own_scale_or_are_refused(kind: str, name: str) -> None:
     """`softmax(sum of terms) = pattern` by transformers, with other scales than 1/sqrt(d).
 
     TransformerBridge divides unscaled GPT-2's scores all the same: another model's patterns.
     """
-    hf_model = tiny_gpt2(**SCALES[name])
+    if name in FAMILIES and kind == "hooked":
+        pytest.skip("other families are made as bridges")
+    hf_model = tiny_family(name) if name in FAMILIES else tiny_gpt2(**SCALES[name])
     expected = attention_of(hf_model, IDS)
-    model = hook(hf_model, kind)
+    model = ss.load_model(hf_model) if name in FAMILIES else hook(hf_model, kind)
     batch = ss.token_batch(model, IDS)
     if kind == "bridge" and name == "unscaled":
         for measure in (ss.decompose_scores, ss.patterns, ss.sink_rate):
@@ -58,7 +64,8 @@ def test_24_a_wrong_scale_is_an_error_with_layer_head_and_size(
     batch = ss.token_batch(model, IDS)
     own = ModelView.attention_scale
     monkeypatch.setattr(ModelView, "attention_scale", lambda self, layer: off * own(self, layer))
-    with pytest.raises(IdentityError, match=r"In layer 0, head \d, .*at most .*Got: \d\.\d+e"):
+    of_terms = r"In layer 0, head \d, the sum of the terms .*at most .*Got: \d\.\d+e"
+    with pytest.raises(IdentityError, match=of_terms):
         ss.decompose_scores(model, batch)
     with pytest.raises(IdentityError, match=r"[Ii]n layer 0, head \d"):
         ss.sink_score(model, batch, layers=[0])
@@ -75,16 +82,26 @@ def test_25_dropout_of_train_mode_does_not_reach_a_pattern(kind: str) -> None:
     assert model.training
 
 
-def test_26_a_model_made_with_sdpa_gives_one_pattern_for_each_layer() -> None:
-    """SDPA has no weights to give; the patterns must be those of eager attention."""
-    hf_model = tiny_gpt2()
-    expected = attention_of(hf_model, IDS)
-    hf_model = tiny_gpt2()
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_26_a_model_made_with_sdpa_gives_one_pattern_for_each_layer(name: str) -> None:
+    """SDPA has no weights to give; the patterns must be those of eager attention.
+
+    TransformerLens computes GPT-2's attention by itself, and leaves OPT's to transformers.
+    """
+    make = tiny_gpt2 if name == "gpt2" else lambda: tiny_family(name)
+    expected = attention_of(make(), IDS)
+    hf_model = make()
     hf_model.set_attn_implementation("sdpa")
     model = ss.load_model(hf_model)
     patterns = ss.patterns(model, ss.token_batch(model, IDS))
     assert patterns.shape[1] == ss.model_view(model).n_layers
     close(patterns, expected, atol=1e-6)
+
+    never_shown = toy_view(toy("silent hook"), sites={"pattern": "stack.{layer}.see_k"})
+    batch = ss.token_batch(never_shown, IDS % never_shown.d_vocab)
+    for measure in (ss.patterns, ss.sink_rate, ss.decompose_scores):
+        with pytest.raises(NotApplicableError, match="never shows its pattern of layer 0"):
+            measure(never_shown, batch)
 
 
 def test_27_what_a_query_sees_comes_from_positions_and_not_from_mask_values(kind: str) -> None:
@@ -117,14 +134,22 @@ def test_28_rows_without_a_key_are_left_out_and_nan_at_tokens_is_an_error(kind: 
     broken = Ablation.from_hook(ss.Site("resid_pre", 1), lambda x, hook: x * math.nan)
     with pytest.raises(IdentityError, match=r"NaN|attends to anything"):
         ss.sink_score(model, batch, broken, layers=[1])
+    large = tiny_gpt2(dtype=torch.float16)
+    large.transformer.h[1].attn.c_attn.weight.data *= 500  # q.k is over 65504
+    model = hook(large, kind)
+    for measure in (ss.sink_score, ss.patterns):
+        # HookedTransformer writes 0 where its softmax gave NaN.
+        with pytest.raises(IdentityError, match=r"NaN|attends to anything|does not sum to 1"):
+            measure(model, ss.token_batch(model, IDS), layers=[1])
 
 
 def test_28_cosines_and_rules_do_not_leave_half_precision_for_infinity() -> None:
     """`|a| |b|` is over float16's 65504 here, and the cosine is 1 all the same."""
     a = torch.full((4,), 200.0, dtype=torch.float16)
     assert metrics.cosine(a, a).tolist() == pytest.approx(1, abs=2e-3)
-    massive = ss.find_massive_coordinates(torch.tensor([6e4, 1.0, 1.0, 1.0]).half(), ss.TopK(1))
-    assert massive.coordinates == (0,)
+    vector = torch.tensor([6e4, 1.0, 1.0, 1.0]).half()
+    for rule in (ss.TopK(1), ss.MeanStd(1.0), ss.MedianRatio()):
+        assert ss.find_massive_coordinates(vector, rule).coordinates == (0,)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_neo"])
@@ -169,6 +194,7 @@ def adds_up_or_refuses(model: Any, batch: ss.TokenBatch, expected: Tensor) -> No
 def test_31_shared_key_heads_are_repeated() -> None:
     """Heads 0 and 1 see key head 0, heads 2 and 3 key head 1; b_K alike."""
     hf_model = tiny_family("qwen2")
+    expected = attention_of(hf_model, IDS)
     attention = hf_model.model.layers[1].self_attn
     W_K = attention.k_proj.weight.detach().clone().reshape(2, 4, 16).transpose(1, 2)
     b_K = attention.k_proj.bias.detach().clone().reshape(2, 4)
@@ -179,6 +205,8 @@ def test_31_shared_key_heads_are_repeated() -> None:
     assert ours is not None
     close(ours, b_K[[0, 0, 1, 1]])
     batch = ss.token_batch(view, IDS)
+    close(ss.patterns(view, batch), expected, atol=2e-6)
+    adds_up_or_refuses(view, batch, expected)
     with pytest.raises(NotApplicableError, match="heads share keys"):
         ss.patterns(view, batch, ss.ablations.ZeroKeyColumns([1], heads=[0]))
 

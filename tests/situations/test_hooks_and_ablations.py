@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import tiny_family
 from models import hook, tiny_gpt2
+from own_models import toy, toy_view
 from torch import Tensor
 
 import sinkscope as ss
@@ -42,19 +43,27 @@ def zero_in_place(tensor: Tensor, hook: Any) -> None:
 def test_18_an_in_place_edit_of_positions_never_reaches_w_pos(
     kind: str, n_rows: int, way: str
 ) -> None:
-    """Neither sinkscope's own edits nor a user's that writes into the tensor it was given."""
+    """Neither sinkscope's own edits nor a user's that writes into the tensor it was given.
+
+    HookedTransformer gives a view of W_pos itself. The bridge's tensor is no part of W_pos, but
+    whoever kept it before the edit has it as it was.
+    """
     model = hook(tiny_gpt2(), kind)
     view, batch = ss.model_view(model), ss.token_batch(model, IDS[:n_rows])
     before, table = view.weights_hash(), view.W_pos.clone()
+    kept: list[Tensor] = []
+    model.add_hook(name_of(model, "pos_embed"), lambda p, hook: kept.append(p))
     expected = ss.patterns(model, batch, ZeroPositions(positions=[0]))
     for edit in (
         Ablation.from_hook(ss.Site("pos_embed"), zero_in_place),
         ReplacePosition(source=1, target=0),
         ZeroPositions(positions=[0]),
+        ZeroPositions(),
     ):
+        kept.clear()
         if way == "argument":
             seen = ss.patterns(model, batch, edit)
-            if not isinstance(edit, ReplacePosition):
+            if edit not in (ReplacePosition(source=1, target=0), ZeroPositions()):
                 torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)
         elif way == "applied":
             with torch.no_grad(), edit.applied(model):
@@ -64,6 +73,9 @@ def test_18_an_in_place_edit_of_positions_never_reaches_w_pos(
                 model.run_with_hooks(batch.ids, fwd_hooks=edit.fwd_hooks(model))
         assert view.weights_hash() == before
         torch.testing.assert_close(view.W_pos, table, rtol=0, atol=0)
+        torch.testing.assert_close(
+            kept[0], table[: IDS.shape[1]].expand_as(kept[0]), rtol=0, atol=0
+        )
 
 
 def test_19_no_hook_stays_after_an_exception(kind: str) -> None:
@@ -121,6 +133,15 @@ def test_21_an_edit_that_can_not_take_hold_is_refused_or_warned_of(kind: str) ->
     same = Ablation.from_hook(ss.Site("q", 0), lambda q, hook: q * 1)
     with pytest.warns(NoEffectWarning, match="q of layer 0 changed nothing"):
         ss.patterns(model, batch, same)
+
+    never_passed = toy_view(toy("silent hook"))
+    batch = ss.token_batch(never_passed, IDS % never_passed.d_vocab)
+    nothing = Ablation.from_hook(ss.Site("k", 0), lambda k, hook: k * 0)
+    with pytest.raises(EditError, match="k of layer 0 never took place"):
+        ss.residual_norms(never_passed, batch, nothing)
+    by_name = Ablation.from_hook(name_of(never_passed, "k", 0), lambda k, hook: k * 0)
+    with pytest.warns(NoEffectWarning, match=r"stack\.0\.see_k changed nothing"):
+        ss.residual_norms(never_passed, batch, by_name)
 
 
 def test_22_a_head_is_edited_before_heads_are_mixed(kind: str) -> None:

@@ -104,26 +104,48 @@ def test_06_ids_are_sliced_and_never_decoded_and_encoded_again() -> None:
         assert ss.token_batch(model, [text], length=n).ids[0].tolist() == whole[:n]
 
 
-def test_07_padding_is_left_out_of_averages_as_query_and_as_key(kind: str) -> None:
-    """No metric moves when everything at padding is replaced, and measures are NaN there."""
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_07_padding_is_left_out_of_averages_as_query_and_as_key(kind: str, padding: Any) -> None:
+    """Whatever stands at padding, a row has the numbers of the row alone, and NaN at padding."""
     model = hook(tiny_gpt2(), kind)
-    batch = ss.token_batch(model, ROWS, padding="right")
+    batch = ss.token_batch(model, ROWS, padding=padding)
     pattern = ss.patterns(model, batch)[:, 1]
-    visible = metrics.causal_visibility(batch.mask)
-    noisy = torch.where(visible[:, None], pattern, 1e3)
-    for metric in (metrics.sink_score, metrics.received_attention):
-        ours, theirs = metric(noisy, batch.mask), metric(pattern, batch.mask)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    delta = ss.source_agnostic_shift(model, batch)
-    assert torch.equal(delta.isnan()[:, 0, 0], ~batch.mask)
+    both = batch.mask[:, :, None] & batch.mask[:, None, :]
+    noisy = torch.where(both[:, None], pattern, 1e3)
+    score, received = (
+        m(noisy, batch.mask) for m in (metrics.sink_score, metrics.received_attention)
+    )
+    per_position = [
+        measure(model, batch)
+        for measure in (
+            *(ss.source_agnostic_shift, ss.value_norms, ss.residual_norms, ss.missing_mass),
+        )
+    ]
+    for n, row in enumerate(ROWS):
+        own, alone = batch.mask[n], ss.token_batch(model, [row])
+        expected = ss.patterns(model, alone)[:, 1]
+        close(score[n], metrics.sink_score(expected, alone.mask)[0])
+        close(received[n][:, own], metrics.received_attention(expected, alone.mask)[0])
+        assert received[n][:, ~own].isnan().all()
+        shift, values, residual, missing = (measured[n] for measured in per_position)
+        close(shift[..., own], ss.source_agnostic_shift(model, alone)[0])
+        close(values[..., own], ss.value_norms(model, alone)[0])
+        close(residual[..., own], ss.residual_norms(model, alone)[0])
+        close(missing[..., own], ss.missing_mass(model, alone)[0])
+        for measured in (shift, values, residual, missing):
+            assert measured[..., ~own].isnan().all()
 
 
 def test_08_a_prompt_longer_than_the_context_is_refused_before_a_forward_pass(kind: str) -> None:
     model = hook(tiny_gpt2(n_ctx=8), kind)
     passes: list[int] = []
     model.add_hook(ss.model_view(model).hook_point(ss.Site("embed")).name, _counting(passes))
+    long = [list(range(1, 10))]
     with pytest.raises(InvalidInputError, match=r"longer than the model's context.*n_ctx=8.*9"):
-        ss.sink_score(model, ss.token_batch(model, [list(range(1, 10))]))
+        ss.sink_score(model, ss.token_batch(model, long))
+    of_another = ss.token_batch(hook(tiny_gpt2(), kind), long)
+    with pytest.raises(InvalidInputError, match=r"does not fit the model.*at most 8 .*9 tokens"):
+        ss.sink_score(model, of_another)
     assert passes == []
 
 
@@ -149,18 +171,19 @@ def test_09_no_token_or_one_has_no_sink_instead_of_a_full_one(kind: str, metric:
 def test_10_an_edit_of_a_position_acts_on_the_position_and_not_on_the_row(
     kind: str, n_rows: int
 ) -> None:
-    """With one row, `x[0]` and `x[:, 0]` look alike; with three they do not."""
+    """With one row, `x[0]` and `x[:, 0]` look alike; with three, padded on the left, they don't."""
     model = hook(tiny_gpt2(), kind)
-    batch = ss.token_batch(model, torch.arange(1, 1 + 5 * n_rows).reshape(n_rows, 5))
+    rows = [[*range(1, 6)], [6, 7, 8], [9, 10, 11, 12]][:n_rows]
+    batch = ss.token_batch(model, rows, padding="left")
     view, seen = ss.model_view(model), []
-    look = Ablation.from_hook(ss.Site("pos_embed"), lambda p, hook: seen.append(p.clone()))
+    look = Ablation.from_hook(ss.Site("pos_embed"), partial(_keep, seen))
     for edit in (ZeroPositions(positions=[1]), ReplacePosition(source=2, target=0)):
         ss.residual_norms(model, batch, edit + look)
-    zeroed = view.W_pos[:5].clone()
+    zeroed, replaced = view.W_pos[:5].clone(), view.W_pos[[2, 1, 2, 3, 4]]
     zeroed[1] = 0
-    replaced = view.W_pos[[2, 1, 2, 3, 4]]
-    close(seen[0], zeroed.expand(n_rows, -1, -1))
-    close(seen[1], replaced.expand(n_rows, -1, -1))
+    for n, row in enumerate(rows):
+        close(seen[0][n, batch.mask[n]], zeroed[: len(row)])
+        close(seen[1][n, batch.mask[n]], replaced[: len(row)])
 
 
 def test_11_a_sink_elsewhere_is_reported_where_it_is(kind: str) -> None:
