@@ -124,3 +124,11 @@ def is_half(dtype: torch.dtype) -> bool:
 def at_least_single(tensor: Tensor) -> Tensor:
     """Half precision as float32: our own sums should add no rounding to the model's."""
     return tensor.float() if is_half(tensor.dtype) else tensor
+
+
+def is_single(pattern: Pattern, visible: Bool[Tensor, "batch one query key"]) -> bool:
+    """Whether a pattern says no more than float32 does, as where its softmax ran in float32."""
+    if eps_of(pattern.dtype) >= eps_of(torch.float32):
+        return True
+    seen = pattern.masked_fill(~visible, 0)
+    return torch.equal(seen, seen.float().to(seen.dtype))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sinkscope.attention import at_least_single, eps_of, is_half
+from sinkscope.attention import at_least_single, eps_of, is_half, is_single
 from sinkscope.errors import IdentityError, NotApplicableError
 from sinkscope.model import ModelView
 from sinkscope.prompts import TokenBatch
@@ -118,12 +118,9 @@ class PatternGuard:
         )
 
     def _softmax_eps(self, pattern: Tensor, visible: Tensor) -> float:
-        """Many models compute the softmax in float32 whatever their dtype; its sums tell."""
+        """Many models compute the softmax in float32 whatever their dtype."""
+        single = self._single or self._view.parts.sink_logits or is_single(pattern, visible)
         eps = eps_of(pattern.dtype)
-        single = self._single or self._view.parts.sink_logits
-        if not single:
-            off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0).amax()
-            single = float(off) > FACTOR * eps
         return max(eps, eps_of(torch.float32)) if single else eps
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
-from sinkscope.attention import ScoreRule, at_least_single, eps_of, is_half
+from sinkscope.attention import ScoreRule, at_least_single, eps_of, is_half, is_single
 from sinkscope.capture import LayerReader, Part, stack_layers, stream
 from sinkscope.display import HtmlTable, number, numbers
 from sinkscope.epe import coordinate_alignment
@@ -542,13 +542,12 @@ def _largest(error: Tensor, visible: Tensor, tolerance: float, layer: int, what:
 def _pattern_tolerance(of_scores: float, pattern: Tensor, visible: Tensor) -> float:
     """A pattern is off by no more than its scores are, and by what its softmax rounds.
 
-    Many models compute the softmax in float32 whatever their dtype; their row sums tell.
+    Many models compute the softmax in float32 whatever their dtype.
     """
     eps = eps_of(pattern.dtype)
     if eps > eps_of(torch.float32):
         return min(of_scores, HALF_PATTERN_FACTOR * eps)
-    off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0)
-    single = bool(off.max() > TOLERANCE_FACTOR * eps)
+    single = is_single(pattern, visible)
     return max(of_scores, TOLERANCE_FACTOR * eps_of(torch.float32) if single else 0.0)
 
 
