@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,75 +12,153 @@ import transformers as hf
 from torch import Tensor
 
 WINDOW = 4
-N_LAYERS = 4
 VOCAB = 40
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "num_hidden_layers": N_LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
-GROUPED = SIZES | SPECIAL | {"num_key_value_heads": 2}
-LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention"] * (N_LAYERS // 2)
-GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": N_LAYERS, "n_head": 4}
 
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: hf.GPT2Config(**GPT2, **SPECIAL),
-    "distilgpt2": lambda: hf.GPT2Config(**GPT2 | {"n_layer": 2}, **SPECIAL),
-    "opt": lambda: hf.OPTConfig(
-        **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
-        **SPECIAL,
-        word_embed_proj_dim=16,
-        ffn_dim=24,
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a tiny model is made of.
+
+    Attributes:
+        d_model: `n_heads * d_head` if None; only of architectures that leave d_head free.
+        window: of the layers that have a sliding one, see `WINDOWED`.
+        options: what else goes to the configuration, by transformers' names.
+    """
+
+    n_layers: int = 4
+    n_heads: int = 4
+    n_key_value_heads: int = 2
+    d_head: int = 4
+    d_model: int | None = None
+    window: int = WINDOW
+    d_vocab: int = VOCAB
+    n_ctx: int = 32
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def width(self) -> int:
+        """d_model."""
+        return self.n_heads * self.d_head if self.d_model is None else self.d_model
+
+    def alternating(self, *kinds: str) -> list[str]:
+        """One of the kinds for each layer, in turn."""
+        return [kinds[layer % len(kinds)] for layer in range(self.n_layers)]
+
+
+def _plain(sizes: Sizes, *but: str) -> dict[str, Any]:
+    """Most configurations' words for sizes."""
+    words = {
+        "vocab_size": sizes.d_vocab,
+        "hidden_size": sizes.width,
+        "num_hidden_layers": sizes.n_layers,
+        "num_attention_heads": sizes.n_heads,
+        "intermediate_size": 24,
+        "max_position_embeddings": sizes.n_ctx,
+    }
+    return {word: size for word, size in words.items() if word not in but} | SPECIAL
+
+
+def _grouped(sizes: Sizes) -> dict[str, Any]:
+    """The same where heads may share keys."""
+    return _plain(sizes) | {"num_key_value_heads": sizes.n_key_value_heads}
+
+
+def _gpt2(sizes: Sizes) -> dict[str, Any]:
+    """GPT-2's own words, and GPT-J's."""
+    return SPECIAL | {
+        "vocab_size": sizes.d_vocab,
+        "n_positions": sizes.n_ctx,
+        "n_embd": sizes.width,
+        "n_layer": sizes.n_layers,
+        "n_head": sizes.n_heads,
+    }
+
+
+CONFIGS: dict[str, tuple[Any, Callable[[Sizes], dict[str, Any]]]] = {
+    "gpt2": (hf.GPT2Config, _gpt2),
+    "distilgpt2": (hf.GPT2Config, lambda s: _gpt2(s) | {"n_layer": 2}),
+    "opt": (
+        hf.OPTConfig,
+        lambda s: _plain(s, "intermediate_size") | {"word_embed_proj_dim": s.width, "ffn_dim": 24},
     ),
-    "gpt_neo": lambda: hf.GPTNeoConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_layers=N_LAYERS,
-        num_heads=4,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        window_size=WINDOW,
-        attention_types=[[["global", "local"], N_LAYERS // 2]],
-        **SPECIAL,
+    "gpt_neo": (
+        hf.GPTNeoConfig,
+        lambda s: (
+            SPECIAL
+            | {
+                "vocab_size": s.d_vocab,
+                "hidden_size": s.width,
+                "num_layers": s.n_layers,
+                "num_heads": s.n_heads,
+                "intermediate_size": 24,
+                "max_position_embeddings": s.n_ctx,
+                "window_size": s.window,
+                "attention_types": [[[kind], 1] for kind in s.alternating("global", "local")],
+            }
+        ),
     ),
-    "pythia": lambda: hf.GPTNeoXConfig(**SIZES, **SPECIAL, rotary_pct=0.5),
-    "gptj": lambda: hf.GPTJConfig(**GPT2, **SPECIAL, rotary_dim=2),
-    "bloom": lambda: hf.BloomConfig(
-        vocab_size=VOCAB, hidden_size=16, n_layer=N_LAYERS, n_head=4, **SPECIAL
+    "pythia": (hf.GPTNeoXConfig, lambda s: _plain(s) | {"rotary_pct": 0.5}),
+    "gptj": (hf.GPTJConfig, lambda s: _gpt2(s) | {"rotary_dim": 2}),
+    "bloom": (
+        hf.BloomConfig,
+        lambda s: (
+            SPECIAL
+            | {
+                "vocab_size": s.d_vocab,
+                "hidden_size": s.width,
+                "n_layer": s.n_layers,
+                "n_head": s.n_heads,
+            }
+        ),
     ),
-    "llama": lambda: hf.LlamaConfig(**GROUPED),
-    "mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=WINDOW),
-    "qwen2": lambda: hf.Qwen2Config(**GROUPED),
-    "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=4),
-    "gemma2": lambda: hf.Gemma2Config(
-        **GROUPED,
-        head_dim=4,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=8,
-        attn_logit_softcapping=2.0,  # low, so that the cap is felt
+    "llama": (hf.LlamaConfig, lambda s: _grouped(s) | {"head_dim": s.d_head}),
+    "mistral": (
+        hf.MistralConfig,
+        lambda s: _grouped(s) | {"head_dim": s.d_head, "sliding_window": s.window},
     ),
-    "gemma3": lambda: hf.Gemma3TextConfig(
-        **GROUPED,
-        head_dim=4,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=8,
-        layer_types=LOCAL_AND_GLOBAL,
+    "qwen2": (hf.Qwen2Config, _grouped),
+    "qwen3": (hf.Qwen3Config, lambda s: _grouped(s) | {"head_dim": s.d_head}),
+    "gemma2": (
+        hf.Gemma2Config,
+        lambda s: (
+            _grouped(s)
+            | {
+                "head_dim": s.d_head,
+                "sliding_window": s.window,
+                "query_pre_attn_scalar": 8,
+                "attn_logit_softcapping": 2.0,  # low, so that the cap is felt
+            }
+        ),
     ),
-    "phi": lambda: hf.PhiConfig(**SIZES, **SPECIAL, partial_rotary_factor=0.5),
-    "gpt_oss": lambda: hf.GptOssConfig(
-        **GROUPED,
-        head_dim=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=WINDOW,
+    "gemma3": (
+        hf.Gemma3TextConfig,
+        lambda s: (
+            _grouped(s)
+            | {
+                "head_dim": s.d_head,
+                "sliding_window": s.window,
+                "query_pre_attn_scalar": 8,
+                "layer_types": s.alternating("sliding_attention", "full_attention"),
+            }
+        ),
     ),
-    "bert": lambda: hf.BertConfig(**SIZES, pad_token_id=0),
+    "phi": (hf.PhiConfig, lambda s: _plain(s) | {"partial_rotary_factor": 0.5}),
+    "gpt_oss": (
+        hf.GptOssConfig,
+        lambda s: (
+            _grouped(s)
+            | {
+                "head_dim": s.d_head,
+                "sliding_window": s.window,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+            }
+        ),
+    ),
+    "bert": (hf.BertConfig, _plain),
 }
-"""Name -> configuration, of ordinary shape but for its size."""
+"""Name -> configuration class and its arguments, of ordinary shape but for its size."""
 
 WINDOWED: dict[str, Callable[[int], bool]] = {
     "gpt_neo": lambda layer: layer % 2 == 1,
@@ -93,11 +172,20 @@ WINDOWED: dict[str, Callable[[int], bool]] = {
 IDS = torch.randint(1, VOCAB, (3, 10), generator=torch.Generator().manual_seed(3))
 
 
+def config_of(name: str, sizes: Sizes) -> Any:
+    """The transformers configuration of a model."""
+    kind, arguments = CONFIGS[name]
+    return kind(**arguments(sizes) | dict(sizes.options))
+
+
 def transformers_model(
-    name: str, attention: str = "eager", dtype: torch.dtype | None = None
+    name: str,
+    attention: str = "eager",
+    dtype: torch.dtype | None = None,
+    sizes: Sizes | None = None,
 ) -> Any:
     """A model with random weights, biases, norms and sink logits of ordinary size."""
-    config = CONFIGS[name]()
+    config = config_of(name, Sizes() if sizes is None else sizes)
     config._attn_implementation = attention
     with torch.random.fork_rng():
         torch.manual_seed(0)

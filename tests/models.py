@@ -112,7 +112,7 @@ def _hooked_transformer(hf_model: GPT2LMHeadModel, **processing: Any) -> Any:
                 d_head=config.n_embd // config.n_head,
                 n_heads=config.n_head,
                 d_vocab=config.vocab_size,
-                act_fn="gelu_new",
+                act_fn=config.activation_function,
                 normalization_type="LNPre" if processing.get("fold_ln") else "LN",
                 eps=config.layer_norm_epsilon,
                 dtype=hf_model.dtype,
