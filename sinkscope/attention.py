@@ -127,8 +127,12 @@ def at_least_single(tensor: Tensor) -> Tensor:
 
 
 def is_single(pattern: Pattern, visible: Bool[Tensor, "batch one query key"]) -> bool:
-    """Whether a pattern says no more than float32 does, as where its softmax ran in float32."""
+    """Whether float32 holds all shares of a pattern exactly, as after a softmax in float32.
+
+    Shares of 0 and 1 tell nothing.
+    """
     if eps_of(pattern.dtype) >= eps_of(torch.float32):
         return True
-    seen = pattern.masked_fill(~visible, 0)
-    return torch.equal(seen, seen.float().to(seen.dtype))
+    shares = pattern[visible.expand_as(pattern)]
+    shares = shares[(shares > 0) & (shares < 1)]
+    return bool(shares.numel()) and torch.equal(shares, shares.float().to(shares.dtype))

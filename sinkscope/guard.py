@@ -118,9 +118,12 @@ class PatternGuard:
         )
 
     def _softmax_eps(self, pattern: Tensor, visible: Tensor) -> float:
-        """Many models compute the softmax in float32 whatever their dtype."""
-        single = self._single or self._view.parts.sink_logits or is_single(pattern, visible)
+        """Many models compute the softmax in float32 whatever their dtype; sums or digits tell."""
         eps = eps_of(pattern.dtype)
+        single = self._single or self._view.parts.sink_logits
+        if not single:
+            off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0).amax()
+            single = float(off) > FACTOR * eps or is_single(pattern, visible)
         return max(eps, eps_of(torch.float32)) if single else eps
 
 
