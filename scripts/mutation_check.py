@@ -60,6 +60,9 @@ TESTS = (
 )
 """The tests that may catch a mutant: those that no file, process or browser slows down."""
 
+FEW = 2
+"""So many test files meet a mutant at first: to import them all takes longer than most tests."""
+
 NOT_NUMERIC = {"overview", "__str__", "__repr__", "name", "dtype", "device", "weights_hash"}
 """Functions that words, hashes and displays come from, tested elsewhere."""
 
@@ -385,11 +388,36 @@ def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
     return [name for group in (near, rest) for name in sorted(group, key=traced["seconds"].get)]
 
 
-def job_for(mutant: Mutant, source: str, traced: dict[str, Any], budget: float) -> Job:
-    """The tests that may catch a mutant, until one does."""
-    order = order_for(mutant, traced)
-    files = dict.fromkeys(name.split("::")[0].removeprefix("tests/") for name in order)
-    return Job({f"{mutant.module}.py": source}, [*files], ["-x"], [Chosen(order, budget)])
+def outcomes_of(
+    mutants: Sequence[tuple[Mutant, str]], traced: dict[str, Any], jobs: int, budget: float
+) -> Iterator[dict]:
+    """Run each mutant's tests: first those of two files, and all where these let it live."""
+    living: list[int] = []
+    orders = [order_for(mutant, traced) for mutant, _ in mutants]
+    for few in (True, False):
+        numbers = [n for n in range(len(mutants)) if orders[n]] if few else living
+        work = []
+        for n in numbers:
+            mutant, source = mutants[n]
+            files = list(dict.fromkeys(_file(name) for name in orders[n]))
+            files = files[:FEW] if few else files[FEW:]
+            plugin = Chosen([name for name in orders[n] if _file(name) in files], budget)
+            work.append(Job({f"{mutant.module}.py": source}, files, ["-x"], [plugin]))
+        for place, ran in run(work, jobs, 3 * budget):
+            number = numbers[place]
+            found, by = verdict(ran)
+            if few and found == "survived" and len(set(map(_file, orders[number]))) > FEW:
+                living.append(number)
+                continue
+            ended = {"outcome": found, "by": by, "seconds": ran.seconds}
+            yield asdict(mutants[number][0]) | ended
+    for number, order in enumerate(orders):
+        if not order:  # no test comes near its module
+            yield asdict(mutants[number][0]) | {"outcome": "survived", "by": "", "seconds": 0.0}
+
+
+def _file(test: str) -> str:
+    return test.split("::", maxsplit=1)[0].removeprefix("tests/")
 
 
 def verdict(outcome: Outcome) -> tuple[str, str]:
@@ -446,11 +474,7 @@ def main() -> int:
         known = {_key(o): o for o in json.loads(arguments.out.read_text("utf-8"))}
     outcomes = [known[key] for m, _ in chosen if (key := _key(asdict(m))) in known]
     left = [m for m in chosen if _key(asdict(m[0])) not in known]
-    jobs = [job_for(*m, traced, arguments.budget) for m in left]
-    for number, ran in run(jobs, arguments.jobs, 3 * arguments.budget):
-        found, by = verdict(ran)
-        ended = {"outcome": found, "by": by, "seconds": ran.seconds}
-        outcome = asdict(left[number][0]) | ended
+    for outcome in outcomes_of(left, traced, arguments.jobs, arguments.budget):
         outcomes.append(outcome)
         line = "{outcome:9} {seconds:6.1f} s  {module}:{line} {function} [{kind}]"
         print(f"{len(outcomes)}/{len(chosen)} {line.format(**outcome)}", flush=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +14,15 @@ from torch import Tensor
 
 from sinkscope import metrics
 from sinkscope.ablations import Ablation
-from sinkscope.capture import Pass, Progress, Reader, Total, require_progress, run_passes
+from sinkscope.capture import (
+    Pass,
+    Progress,
+    Reader,
+    Total,
+    no_effect_is_fine,
+    require_progress,
+    run_passes,
+)
 from sinkscope.controls import equal_budget_control
 from sinkscope.costs import (
     DivergenceReader,
@@ -29,7 +35,7 @@ from sinkscope.costs import (
     residual_reader,
     streaming_loss,
 )
-from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
+from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.experiments._engine import split_by_applicability
 from sinkscope.massive import TopK
 from sinkscope.measures import PatternReader, of_received
@@ -344,7 +350,7 @@ def mitigation_bench(
     }
     if total is not None:
         total(len(batch) * (1 + len(runs) * (1 + len(extras)) + len(controls)))
-    with _quiet():
+    with no_effect_is_fine():
         measured, control_values = _stream_all(view, batch, runs, controls, batch_size, progress)
         more, reasons = _extras(runs, extras, len(batch), progress)
     families = [_family(ablation) for ablation in runs.values()]
@@ -571,14 +577,6 @@ def _checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
             fix="pass seeds=(0, 1, 2)",
         )
     return tuple(seeds)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings of edits that changed nothing: the bench's numbers show it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoEffectWarning)
-        yield
 
 
 def _array(values: Tensor) -> np.ndarray:

@@ -7,8 +7,8 @@ chunk runs once for all readers and stops as soon as every one of them has read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -505,11 +505,21 @@ class Pass:
             # A hook name does not tell whether its layer comes after the last that is read.
             ran = witness.fired or not isinstance(site, Site)
             if ran and not witness.changed and not witness.edit.only_looks:
+                what = "changed nothing" if witness.fired else "was never reached before the end"
                 warnings.warn(
-                    f"an edit at {site} changed nothing in {self._view.name}",
-                    NoEffectWarning,
-                    stacklevel=4,
+                    f"an edit at {site} {what} in {self._view.name}", NoEffectWarning, stacklevel=4
                 )
+
+
+@contextmanager
+def no_effect_is_fine() -> Iterator[None]:
+    """Without warnings of edits that changed nothing, where that is a finding.
+
+    Of edits that were never reached it is still warned: their numbers say nothing.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*changed nothing", NoEffectWarning)
+        yield
 
 
 def stack_layers(layers: Iterable[Sequence[Tensor]], device: torch.device) -> Tensor:

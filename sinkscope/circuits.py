@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
@@ -29,11 +28,12 @@ from sinkscope.capture import (
     Progress,
     Reader,
     Total,
+    no_effect_is_fine,
     require_progress,
     run_passes,
 )
 from sinkscope.epe import epe_found_once, extract_epe
-from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
+from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.experiments._engine import applicable
 from sinkscope.massive import MeanStd, find_massive_coordinates
 from sinkscope.measures import PatternReader, of_received, uniform_sink_score
@@ -272,9 +272,7 @@ class _Runner:
     progress: Progress | None
 
     def run(self, readers: Sequence[Reader], ablation: Ablation | None = None) -> None:
-        with warnings.catch_warnings():
-            # A condition that changes nothing shows as 100 % of the sink.
-            warnings.simplefilter("ignore", NoEffectWarning)
+        with no_effect_is_fine():  # it shows as 100 % of the sink
             run_passes(
                 self.view,
                 self.batch,

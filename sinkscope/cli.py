@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from sinkscope import __version__
 from sinkscope.errors import InvalidInputError, SinkscopeError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="sinkscope",
         description="Find, explain and test attention sinks in hooked transformer models.",
     )
+    parser.add_argument("--version", action="version", version=f"sinkscope {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     reproduce = commands.add_parser(

@@ -72,6 +72,8 @@ def _budget(view: ModelView, ablation: Ablation) -> Budget:
     names = _field_names(ablation)
     if "pairs" in names:
         return Budget(heads=len(head_pairs(view, ablation.pairs)))  # type: ignore[attr-defined]
+    if "layer" in names:
+        view.layers(ablation.layer)  # type: ignore[attr-defined]
     coordinates = getattr(ablation, "coordinates", None)
     positions = positions_of(view, _positions(ablation))
     return Budget(

@@ -71,7 +71,7 @@ class MemoryLimitError(SinkscopeError, MemoryError):
 
 
 class NoEffectWarning(UserWarning):
-    """An ablation ran and left its tensor bit for bit as it was."""
+    """An ablation left its tensor bit for bit as it was, or its hook was never reached."""
 
 
 class SmallerBatchWarning(UserWarning):

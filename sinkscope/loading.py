@@ -59,8 +59,8 @@ def load_model(
         model: "demo" or one of `DEMO_VARIANTS` (shipped with sinkscope), a name on the
             Hugging Face hub ("gpt2"), a local directory in transformers' format, or a
             transformers model object. An object is wrapped in place, as TransformerLens
-            does: it still computes the same, and its modules are now hooked. Its attention is
-            set to transformers' "eager", which alone shows its weights.
+            does: it still computes the same, and its modules are now hooked and in eval mode.
+            Its attention is set to transformers' "eager", which alone shows its weights.
         tokenizer: for a model object, which may also do without one and take ids.
         device: CPU if None; a model object stays where it is.
         device_map: of names and directories, instead of `device`: which part goes where, as
@@ -166,7 +166,8 @@ def _device(device: str | torch.device | None) -> torch.device:
             "This device can't be used here",
             expected="a device of this machine, as torch names it, such as 'cpu' or 'cuda:0'",
             got=f"{device!r} ({str(error)[:200]})",
-            fix="use 'cpu'",
+            fix="use 'cpu'; a device_map may also be 'auto', 'balanced', 'balanced_low_0' or "
+            "'sequential'",
         ) from error
     return chosen
 

@@ -693,7 +693,7 @@ def _one_or_each(what: str, given: Any, size: int, each: str) -> tuple[float, ..
         raise InvalidInputError(
             f"{what} is one number, or one for each {each}",
             expected=f"a finite number, or {size} of them",
-            got=repr(given)[:80],
+            got=" ".join(repr(given).split())[:80],
             fix=f"give one for every {each}, or one for all",
         )
     return values
@@ -709,7 +709,7 @@ def _require_finite(what: str, *values: float) -> None:
         raise InvalidInputError(
             f"{what} must be a finite number",
             expected="a finite number",
-            got=repr(values)[:80],
+            got=", ".join(map(repr, values))[:80],
             fix="0 takes all away and 1 leaves all, for factors",
         )
 

@@ -705,6 +705,10 @@ class ModelView(HtmlTable):
                 handle.hook.remove()
                 point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
 
+    def own_hooks(self) -> list[str]:
+        """Names of the hook points that have hooks now: the user's own."""
+        return [name for name, m in self.model.named_modules() if getattr(m, "fwd_hooks", None)]
+
     def forward(self, batch: TokenBatch, stop_at_layer: int | None = None) -> Any:
         """Run the model on a batch; logits, or None where it is told to stop.
 

@@ -68,14 +68,21 @@ class Partial:
         directory: of the pieces alone; it is removed at the end.
         identity: what must agree for pieces to belong to one run, by name, as plain values.
         group: the processes among which chunks are dealt out, in turn.
+        resumable: false where something that no identity can tell, as hooks, shapes the run.
 
     Raises:
-        InvalidInputError: the directory holds pieces of another run; names what differs.
+        InvalidInputError: the directory holds pieces of another run, or of one that can't be
+            told from another; names what differs.
         WriteError: it can't be written.
     """
 
     def __init__(
-        self, directory: Path, identity: Mapping[str, Any], group: Processes | None = None
+        self,
+        directory: Path,
+        identity: Mapping[str, Any],
+        group: Processes | None = None,
+        *,
+        resumable: bool = True,
     ) -> None:
         self._root = directory
         self._group = Processes() if group is None else group
@@ -83,6 +90,8 @@ class Partial:
         path = directory / "run.json"
         if path.is_file():
             _refuse_to_mix(_read_identity(path), ours, directory)
+        if not resumable or not path.is_file():
+            _refuse_unknown(directory)
         self._group.wait()
         write_text(path, dump_json(ours))
         self._group.wait()
@@ -95,7 +104,11 @@ class Partial:
         """The pieces of a pass over the chunk that begins at `start`, if they are there."""
         for path in (self._whole(start), self._single(run, start)):
             if path.is_file():
-                begins = _read(path, f"{run}.begins")[""].tolist()
+                begins = [
+                    at
+                    for tensor in _read(path, f"{run}.begins", required=True).values()
+                    for at in tensor.flatten().tolist()
+                ]
                 return [
                     (at, [_read(path, f"{run}.{at}.{reader}.") for reader in range(readers)])
                     for at in begins
@@ -167,13 +180,15 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     write_bytes(path, save(tensors))
 
 
-def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
+def _read(path: Path, prefix: str = "", required: bool = False) -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, without it."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            if required and not names:
+                raise ValueError(f"no {prefix!r} in it")
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     except Exception as error:  # the format's own errors and the system's
         raise LoadError(
@@ -187,9 +202,27 @@ def _read(path: Path, prefix: str = "") -> dict[str, Tensor]:
 def _read_identity(path: Path) -> dict[str, Any]:
     try:
         identity = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        identity = {"error": str(error)}
-    return identity if isinstance(identity, dict) else {}
+        if not isinstance(identity, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(
+            f"{str(path)!r} does not say of which run the pieces beside it are",
+            expected="the JSON that sinkscope wrote",
+            got=f"{type(error).__name__}: {str(error)[:200]}",
+            fix=f"delete {str(path.parent)!r} and start again",
+        ) from error
+    return identity
+
+
+def _refuse_unknown(directory: Path) -> None:
+    """Pieces without a name, or of hooks that no name can tell, may be of any run."""
+    if any(directory.glob("*.safetensors")):
+        raise InvalidInputError(
+            f"{str(directory)!r} holds pieces of a run that can't be told from another",
+            expected="pieces beside their run.json, made and taken up without hooks on the model",
+            got=", ".join(sorted(path.name for path in directory.iterdir()))[:80],
+            fix="delete this directory, write elsewhere, or remove the hooks",
+        )
 
 
 def _refuse_to_mix(theirs: Mapping[str, Any], ours: Mapping[str, Any], directory: Path) -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -145,7 +146,8 @@ def load_summary(path: str | Path) -> dict[str, Any]:
             in the package is the JSON Schema); the file is read as data and never run.
     """
     file = as_path(path)
-    file = file / "results.json" if file.is_dir() else file
+    with suppress(OSError):  # as of a name that is too long, of which reading will tell
+        file = file / "results.json" if file.is_dir() else file
     text = (resources.files("sinkscope") / "results.schema.json").read_text("utf-8")
     return read_json(file, json.loads(text), "results.json")
 
@@ -170,7 +172,9 @@ def reproduce(
 
     With `out`, each pass over each chunk is stored there as it ends, in `.partial`. A run that
     was stopped goes on from these pieces when it is started again with the same model, prompts
-    and arguments, and gives the same files. They are removed at the end.
+    and arguments, and gives the same files. They are removed at the end. Hooks that are on the
+    model already act in the run as they do in any; whether they are the same again nobody can
+    tell, so that a run with hooks is never taken up.
 
     Args:
         model: a hooked model or its view.
@@ -187,7 +191,8 @@ def reproduce(
 
     Raises:
         InvalidInputError: `out` holds pieces of another run; several processes without `out`.
-        WriteError: `out` can't be written, found out before anything runs.
+        WriteError: `out` can't be written, or another run writes there; found out before
+            anything runs.
         IdentityError: the decomposition does not add up on this model.
         ProcessedWeightsError: the weights were folded or centred.
     """
@@ -226,29 +231,34 @@ def reproduce(
         except NotApplicableError as error:
             not_applicable[name] = str(error)
     record = provenance(view, batch, prompts_source, batch_size)
-    identity = {**record, "parts": list(made), "device": view.device.type}
-    store = None if out is None else Partial(as_path(out) / FOLDER, identity, group)
-    run_experiments(
-        view,
-        batch,
-        list(made.values()),
-        batch_size=batch_size,
-        total=total,
-        progress=progress,
-        store=store,
-    )
-    results: dict[str, Any] = dict.fromkeys((*optional, *made))
-    results |= {name: experiment.result() for name, experiment in made.items()}
-    reproduction = Reproduction(
-        provenance=record,
-        not_applicable=not_applicable,
-        **results,
-    )
-    if out is not None and group.is_main:
-        reproduction.save(out)
-    if store is not None and not keep_partial:
-        store.remove()
-    return reproduction
+    hooks = view.own_hooks()
+    identity = {**record, "parts": list(made), "device": view.device.type, "hooks": hooks}
+    claim = claimed(as_path(out)) if out is not None and group.is_main else nullcontext()
+    with claim:
+        store = None
+        if out is not None:
+            store = Partial(as_path(out) / FOLDER, identity, group, resumable=not hooks)
+        run_experiments(
+            view,
+            batch,
+            list(made.values()),
+            batch_size=batch_size,
+            total=total,
+            progress=progress,
+            store=store,
+        )
+        results: dict[str, Any] = dict.fromkeys((*optional, *made))
+        results |= {name: experiment.result() for name, experiment in made.items()}
+        reproduction = Reproduction(
+            provenance=record,
+            not_applicable=not_applicable,
+            **results,
+        )
+        if out is not None and group.is_main:
+            reproduction.save(out)
+        if store is not None and not keep_partial:
+            store.remove()
+        return reproduction
 
 
 def discard_partial(out: str | Path, group: Processes | None = None) -> None:

@@ -326,7 +326,10 @@ def read_json(path: Path, schema: Mapping[str, Any], what: str) -> dict[str, Any
             got=f"{type(error).__name__}: {str(error)[:200]}",
             fix=f"check the path, or {_RUN_AGAIN}",
         ) from error
-    found = misfit(value, schema)
+    try:
+        found = misfit(value, schema)
+    except RecursionError:
+        found = "it is nested too deep"
     if found is not None:
         version = value.get("schema") if isinstance(value, dict) else None
         raise LoadError(

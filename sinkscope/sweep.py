@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from sinkscope import metrics
 from sinkscope.ablations import Ablation, Edit, EditContext
-from sinkscope.capture import Progress, require_progress, stream
+from sinkscope.capture import Progress, no_effect_is_fine, require_progress, stream
 from sinkscope.costs import LossReader
-from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
+from sinkscope.errors import EditError, InvalidInputError
 from sinkscope.measures import PatternReader
 from sinkscope.mitigations import SwitchOffHeads
 from sinkscope.model import ModelView, model_view
@@ -135,8 +134,7 @@ def head_sweep(
     chosen = view.layers(layers)
     heads = list(range(view.n_heads))
     readers = _readers(view)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoEffectWarning)  # no change in a head is a finding
+    with no_effect_is_fine():
         stream(view, batch, readers, batch_size=batch_size)
         untouched = _per_prompt(view, readers)
         rows = []

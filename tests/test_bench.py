@@ -17,7 +17,7 @@ import sinkscope as ss
 from sinkscope import metrics
 from sinkscope.ablations import Ablation, ZeroKeyColumns, ZeroQueryBias, ZeroToken
 from sinkscope.bench import MEASURES, UNTOUCHED, MitigationBench
-from sinkscope.errors import InvalidInputError, NotApplicableError
+from sinkscope.errors import InvalidInputError, NoEffectWarning, NotApplicableError
 from sinkscope.mitigations import OffByOneSoftmax, ScaleQueryBias, SinkLogit, SwitchOffHeads
 from sinkscope.report import mitigation_sections
 from sinkscope.verdict import mitigation_verdict
@@ -238,6 +238,14 @@ def test_the_defaults_are_built_for_the_model(bench_model: Any, batch: ss.TokenB
     made = ss.default_mitigations(bench_model, batch)
     assert {"Query bias x 0", "Off-by-one softmax", "Massive to mean"} <= set(made)
     assert all(isinstance(ablation, Ablation) for ablation in made.values())
+
+
+def test_a_hook_that_is_never_reached_is_no_mitigation_without_effect(
+    bench_model: Any, batch: ss.TokenBatch
+) -> None:
+    never = Ablation.from_hook("blocks.0.hook_mlp_in", lambda x, hook: 0 * x)
+    with pytest.warns(NoEffectWarning, match="hook_mlp_in was never reached"):
+        ss.mitigation_bench(bench_model, batch, {"never": never}, seeds=[0])
 
 
 def test_a_model_without_the_parts_gets_the_others() -> None:

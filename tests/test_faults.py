@@ -246,6 +246,12 @@ def test_results_json_comes_back_or_says_why_not(tmp_path: Path) -> None:
         with pytest.raises(LoadError) as caught:
             ss.load_summary(path)
         assert words in str(caught.value)
+    deep = json.dumps(summary).removesuffix("}") + ', "x": ' + "[" * 900 + "]" * 900 + "}"
+    path.write_text(deep)
+    with pytest.raises(LoadError):
+        ss.load_summary(path)
+    with pytest.raises(LoadError, match=r"no readable results\.json"):
+        ss.load_summary("a" * 5000)
     del summary["table1"]
     path.write_text(json.dumps(summary))
     with pytest.raises(LoadError, match="has no 'table1'"):

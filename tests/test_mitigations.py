@@ -496,6 +496,7 @@ def test_numbers_for_each_head_come_in_any_sequence(model: Any, batch: ss.TokenB
         (OffByOneSoftmax(layers=3), "layers from 0 to 2"),
         (ZeroKeyColumns((1,), heads=[5]), "heads from 0 to 2"),
         (ReplacePosition(1, 99), "from 0 to 15"),
+        (SetActivations(layer=77), "layers from 0 to 2"),
         (ZeroToken(0) + ScaleQueryBias(0.5, heads=[-1]), "heads from 0 to 2"),
     ],
 )

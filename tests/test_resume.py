@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from models import hook, tiny_gpt2
+from safetensors.torch import save
 
 import sinkscope as ss
-from sinkscope.errors import InvalidInputError, LoadError
+from sinkscope.errors import InvalidInputError, LoadError, WriteError
 from sinkscope.model import ModelView
 from sinkscope.partial import FOLDER, Processes
 
@@ -73,7 +74,7 @@ def test_killed_at_several_moments_it_ends_with_the_same_files(tmp_path: Path) -
     assert not (whole / FOLDER).exists()
     # Within the first chunk; before its pieces are put together; and, with all pieces there,
     # between the files of the results.
-    for limit in (5, 11, 32):
+    for limit in (6, 12, 33):
         assert killed_at(killed, limit) == -signal.SIGKILL
         assert (killed / FOLDER / "run.json").is_file()
     assert any(name.endswith(".npz") for name in files(killed))
@@ -82,15 +83,19 @@ def test_killed_at_several_moments_it_ends_with_the_same_files(tmp_path: Path) -
     assert files(killed) == files(whole)
 
 
-def run(out: Path, **changes: object) -> None:
+def run(out: Path, hooked: Any = None, **changes: object) -> None:
     seed, ids, size = (changes.get(n, d) for n, d in (("seed", 0), ("ids", 0), ("size", 2)))
     model = hook(tiny_gpt2(seed=int(str(seed))), "bridge")
+    if hooked is not None:
+        model.add_hook("blocks.0.hook_resid_post", hooked)
     generator = torch.Generator().manual_seed(int(str(ids)))
     batch = ss.token_batch(model, torch.randint(50, (5, 8), generator=generator))
     ss.reproduce(model, batch, out=out, batch_size=int(str(size)))
 
 
-def stopped_after(monkeypatch: pytest.MonkeyPatch, out: Path, runs: int) -> None:
+def stopped_after(
+    monkeypatch: pytest.MonkeyPatch, out: Path, runs: int, hooked: Any = None
+) -> None:
     """Runs so many forward passes of the experiments, then fails."""
     forward = ModelView.forward
     left = runs
@@ -105,7 +110,7 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, out: Path, runs: int) -> None
     with monkeypatch.context() as patch:
         patch.setattr(ModelView, "forward", failing)
         with pytest.raises(KeyboardInterrupt):
-            run(out)
+            run(out, hooked)
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +159,63 @@ def test_pieces_of_another_run_are_refused_by_name(
     assert not (tmp_path / FOLDER).exists()
 
 
+def halved(tensor: torch.Tensor, hook: Any) -> torch.Tensor:
+    return tensor / 2
+
+
+def test_a_run_with_hooks_is_neither_taken_up_nor_goes_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a hook does nobody can tell, so that no piece says whether it still holds."""
+    stopped_after(monkeypatch, tmp_path / "plain", 5)
+    stopped_after(monkeypatch, tmp_path / "hooked", 5, halved)
+    for out, hooked in (("plain", halved), ("hooked", halved), ("hooked", None)):
+        before = files(tmp_path / out)
+        with pytest.raises(InvalidInputError, match="hooks"):
+            run(tmp_path / out, hooked)
+        assert files(tmp_path / out) == before
+    run(tmp_path / "whole", halved)
+    assert not (tmp_path / "whole" / FOLDER).exists()
+
+
+def test_pieces_without_a_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_after(monkeypatch, tmp_path, 5)
+    identity = tmp_path / FOLDER / "run.json"
+    for text in ("[" * 5000, "[]", ""):
+        identity.write_text(text)
+        with pytest.raises(LoadError, match="of which run"):
+            run(tmp_path)
+    identity.unlink()
+    with pytest.raises(InvalidInputError, match="can't be told from another"):
+        run(tmp_path)
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
+    code = "import sys, time\nfrom sinkscope.results import claimed\n"
+    code += "with claimed(sys.argv[1]): print('here', flush=True); time.sleep(600)"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"here\n"
+        with pytest.raises(WriteError, match="Another run"):
+            run(tmp_path)
+    finally:
+        other.kill()
+        other.communicate()
+    run(tmp_path)
+
+
 def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped_after(monkeypatch, tmp_path, 5)
     piece = sorted((tmp_path / FOLDER).glob("*.safetensors"))[0]
-    piece.write_bytes(piece.read_bytes()[:20])
-    with pytest.raises(LoadError, match=piece.name):
-        run(tmp_path)
+    for damaged in (piece.read_bytes()[:20], save({"a": torch.zeros(1)})):
+        piece.write_bytes(damaged)
+        with pytest.raises(LoadError, match=piece.name):
+            run(tmp_path)
     piece.unlink()
     run(tmp_path)
 
@@ -187,7 +243,7 @@ def test_a_chunk_that_ran_in_pieces_is_kept(
     batch = ss.token_batch(model, torch.randint(50, (9, 8)))
     expected = ss.reproduce(model, batch)
 
-    def fits_two(z: torch.Tensor, hook: Any) -> None:
+    def fits_two(module: Any, given: Any, z: torch.Tensor) -> None:
         if len(z) > 2:
             raise MemoryError
 
@@ -197,7 +253,7 @@ def test_a_chunk_that_ran_in_pieces_is_kept(
             raise Interrupted
 
     done: list[int] = []
-    model.add_hook(str(ss.model_view(model).hook_point(ss.Site("z", 1)).name), fits_two)
+    ss.model_view(model).hook_point(ss.Site("z", 1)).register_forward_hook(fits_two)
     with pytest.raises(Interrupted):
         ss.reproduce(model, batch, out=tmp_path, batch_size=4, progress=in_the_second_chunk)
     pieces = files(tmp_path / FOLDER)
@@ -221,11 +277,11 @@ def test_processes_share_chunks_that_ran_in_pieces(tmp_path: Path) -> None:
     batch = ss.token_batch(model, torch.randint(50, (8, 8)))
     expected = ss.reproduce(model, batch)
 
-    def fits_one(z: torch.Tensor, hook: Any) -> None:
+    def fits_one(module: Any, given: Any, z: torch.Tensor) -> None:
         if len(z) > 1:
             raise MemoryError
 
-    model.add_hook(str(ss.model_view(model).hook_point(ss.Site("z", 1)).name), fits_one)
+    ss.model_view(model).hook_point(ss.Site("z", 1)).register_forward_hook(fits_one)
     with pytest.raises(LoadError, match="Another process left nothing"):
         ss.reproduce(model, batch, batch_size=4, out=tmp_path, group=Processes(1, 2))
     halves = ss.reproduce(model, batch, batch_size=4, out=tmp_path, group=Processes(0, 2))

@@ -68,7 +68,7 @@ def mitigation_tradeoff(bench: MitigationBench, *, model: str | None = None) -> 
             hoverinfo="skip",
         )
     )
-    labels = _labels(frame["mitigation"], set(front["mitigation"]))
+    labels = _labels(list(frame["mitigation"]), set(front["mitigation"]))
     figure.add_trace(
         go.Scatter(
             x=frame["sink_removed"],
