@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ TESTS = (
 
 FEW = 2
 """So many test files meet a mutant at first: to import them all takes longer than most tests."""
+
+SLICE = 20
+"""After so many mutants those that still live meet the rest, so that what is kept is no choice."""
 
 NOT_NUMERIC = {"overview", "__str__", "__repr__", "name", "dtype", "device", "weights_hash"}
 """Functions that words, hashes and displays come from, tested elsewhere."""
@@ -474,7 +478,9 @@ def main() -> int:
         known = {_key(o): o for o in json.loads(arguments.out.read_text("utf-8"))}
     outcomes = [known[key] for m, _ in chosen if (key := _key(asdict(m))) in known]
     left = [m for m in chosen if _key(asdict(m[0])) not in known]
-    for outcome in outcomes_of(left, traced, arguments.jobs, arguments.budget):
+    slices = (left[at : at + SLICE] for at in range(0, len(left), SLICE))
+    ended = (outcomes_of(part, traced, arguments.jobs, arguments.budget) for part in slices)
+    for outcome in chain.from_iterable(ended):
         outcomes.append(outcome)
         line = "{outcome:9} {seconds:6.1f} s  {module}:{line} {function} [{kind}]"
         print(f"{len(outcomes)}/{len(chosen)} {line.format(**outcome)}", flush=True)
