@@ -140,7 +140,7 @@ def test_21_an_edit_that_can_not_take_hold_is_refused_or_warned_of(kind: str) ->
     with pytest.raises(EditError, match="k of layer 0 never took place"):
         ss.residual_norms(never_passed, batch, nothing)
     by_name = Ablation.from_hook(name_of(never_passed, "k", 0), lambda k, hook: k * 0)
-    with pytest.warns(NoEffectWarning, match=r"stack\.0\.see_k changed nothing"):
+    with pytest.warns(NoEffectWarning, match=r"stack\.0\.see_k was never reached"):
         ss.residual_norms(never_passed, batch, by_name)
 
 
