@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer, ids_of, tiny_directory
-from models import tiny_gpt2
+from models import hook, tiny_gpt2
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import sinkscope as ss
@@ -285,3 +285,11 @@ def test_an_unhooked_model_is_no_view() -> None:
     with pytest.raises(InvalidInputError, match="load_model") as caught:
         ss.model_view(tiny_gpt2())
     parts_of(caught)
+
+
+def test_a_view_has_the_models_name_or_else_its_class() -> None:
+    model = hook(tiny_gpt2(), "bridge")
+    model.cfg.model_name = "mine"
+    assert ss.model_view(model).name == "mine"
+    model.cfg.model_name = ""
+    assert ss.model_view(model).name == "TransformerBridge"

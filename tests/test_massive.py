@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sinkscope as ss
+from sinkscope.errors import InvalidInputError
 
 several = settings(max_examples=25, deadline=None, derandomize=True)
 vectors = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=20)
@@ -133,3 +135,9 @@ def test_a_rule_of_ones_own() -> None:
     found = ss.find_massive_coordinates(values, AboveTwo())
     assert found.indices.tolist() == [3, 1]
     assert values.tolist() == [1, -3, 2, 5]
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (0,), ()])
+def test_one_vector_at_a_time(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidInputError, match="one vector at a time"):
+        unwrap(ss.find_massive_coordinates)(torch.ones(shape))

@@ -57,6 +57,9 @@ def test_its_numbers_are_those_of_the_measures(demo: SurveyRow) -> None:
         assert rate == pytest.approx(float(ss.sink_rate(model, batch, eps=eps).mean()))
     positions = ss.sink_position(model, batch)
     assert demo.sink_position_share == pytest.approx(float((positions == 0).float().mean()))
+    values = ss.value_norms(model, batch)[:, list(ss.model_view(model).mid_layers)]
+    drain = values[..., 0] / values[..., 1:].median(-1).values
+    assert demo.value_drain == pytest.approx(float(drain.mean()), rel=1e-5)
     layer, head, score = demo.strongest
     assert score == pytest.approx(float(everywhere.mean(0).max()))
     assert score == pytest.approx(float(everywhere[:, layer, head].mean()))
