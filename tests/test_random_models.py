@@ -492,7 +492,7 @@ def test_ablations_are_refused_exactly_where_a_part_is_missing(
     for part, needs in parts(sizes_of(case.family, case.number), int(batch.lengths.min())):
         ablation = data.draw(part)
         if not needs & case.missing:
-            assert ablation.fwd_hooks(view, batch)
+            ablation.fwd_hooks(view, batch)  # not refused; none where a factor of 1 changes nothing
             continue
         with pytest.raises(NotApplicableError):
             ablation.fwd_hooks(view, batch)
