@@ -38,9 +38,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def loaded(name: str) -> Any:
+def loaded(name: str, dtype: torch.dtype | None = None) -> Any:
     """A model, if this TransformerLens hooks it: 3 says that BERT is causal, see other tests."""
-    model = ss.load_model(transformers_model(name))
+    model = ss.load_model(transformers_model(name, dtype=dtype))
     if name in BIDIRECTIONAL and model.cfg.attention_dir != "bidirectional":
         pytest.skip("this TransformerLens takes BERT for a causal model")
     return model
@@ -306,7 +306,7 @@ def test_received_attention_counts_the_queries_that_can_see_a_key(name: str) -> 
 
 
 def test_left_padding_changes_nothing(name: str) -> None:
-    model = ss.load_model(transformers_model(name, dtype=torch.float32))
+    model = loaded(name, torch.float32)
     rows = [IDS[0].tolist(), IDS[1, :7].tolist()]
     layers = range(ss.model_view(model).n_layers)
     padded = ss.token_batch(model, rows, padding="left")
