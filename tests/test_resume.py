@@ -231,6 +231,16 @@ def test_a_chunk_that_is_done_keeps_no_activations(
     assert b"passing" not in pieces["000000000.safetensors"]
 
 
+def let_fit(model: Any, n: int) -> None:
+    """Let a model run out of memory where more than n prompts pass at once."""
+
+    def refuse_more(module: Any, given: Any, z: torch.Tensor) -> None:
+        if len(z) > n:
+            raise MemoryError
+
+    ss.model_view(model).hook_point(ss.Site("z", 1)).register_forward_hook(refuse_more)
+
+
 class Interrupted(Exception):
     """Raised where the run is to end."""
 
@@ -243,17 +253,13 @@ def test_a_chunk_that_ran_in_pieces_is_kept(
     batch = ss.token_batch(model, torch.randint(50, (9, 8)))
     expected = ss.reproduce(model, batch)
 
-    def fits_two(module: Any, given: Any, z: torch.Tensor) -> None:
-        if len(z) > 2:
-            raise MemoryError
-
     def in_the_second_chunk(n: int) -> None:
         done.append(n)
         if sum(done) > 12 * 4:
             raise Interrupted
 
     done: list[int] = []
-    ss.model_view(model).hook_point(ss.Site("z", 1)).register_forward_hook(fits_two)
+    let_fit(model, 2)
     with pytest.raises(Interrupted):
         ss.reproduce(model, batch, out=tmp_path, batch_size=4, progress=in_the_second_chunk)
     pieces = files(tmp_path / FOLDER)
@@ -277,11 +283,7 @@ def test_processes_share_chunks_that_ran_in_pieces(tmp_path: Path) -> None:
     batch = ss.token_batch(model, torch.randint(50, (8, 8)))
     expected = ss.reproduce(model, batch)
 
-    def fits_one(module: Any, given: Any, z: torch.Tensor) -> None:
-        if len(z) > 1:
-            raise MemoryError
-
-    ss.model_view(model).hook_point(ss.Site("z", 1)).register_forward_hook(fits_one)
+    let_fit(model, 1)
     with pytest.raises(LoadError, match="Another process left nothing"):
         ss.reproduce(model, batch, batch_size=4, out=tmp_path, group=Processes(1, 2))
     halves = ss.reproduce(model, batch, batch_size=4, out=tmp_path, group=Processes(0, 2))
