@@ -1,7 +1,8 @@
 """How time grows with the number of prompts, and with their length beside the model's own.
 
 Table 1 on random weights of a small GPT-2's shape. The number of prompts should not change the
-time per token; the length may, as much as it does for the floor of ten bare forward passes.
+time per token; the length may, as much as it does for ten bare forward passes: of transformers'
+model, which is the floor, and of the hooked one, which computes its attention in its own steps.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import copy
 import time
 import warnings
+from collections.abc import Callable
 
 import timing
 import torch
@@ -46,29 +48,39 @@ def main() -> None:
     view = model_view(ss.load_model(copy.deepcopy(bare)))
     bare.transformer.h = bare.transformer.h[: view.mid_or_all_layers[-1] + 1]
 
-    def seconds(n: int, length: int) -> tuple[float, float]:
+    def seconds(n: int, length: int) -> list[float]:
         batch = ss.token_batch(view, timing.prompts(n, length))
         size = max(1, arguments.batch_tokens // length)
-        begin = time.process_time()
-        with torch.inference_mode():
-            for _ in range(len(ss.PAPER_CONDITIONS)):
-                for chunk in batch.chunks(size):
-                    bare.transformer(chunk.ids, use_cache=False)
-        middle = time.process_time()
-        table1.run(view, batch, batch_size=size)
-        return middle - begin, time.process_time() - middle
+
+        def ten_times(forward: Callable[[ss.TokenBatch], object]) -> None:
+            with view.measuring(), torch.inference_mode():
+                for _ in range(len(ss.PAPER_CONDITIONS)):
+                    for chunk in batch.chunks(size):
+                        forward(chunk)
+
+        took = []
+        for run in (
+            lambda: ten_times(lambda chunk: bare.transformer(chunk.ids, use_cache=False)),
+            lambda: ten_times(lambda chunk: view.forward(chunk, len(bare.transformer.h))),
+            lambda: table1.run(view, batch, batch_size=size),
+        ):
+            begin = time.process_time()
+            run()
+            took.append(time.process_time() - begin)
+        return took
 
     seconds(8, arguments.length)
-    print(
-        f"{'prompts':>8}{'length':>8}{'floor':>9}{'table 1':>9}  CPU microseconds per token  ratio"
-    )
+    print("CPU microseconds per token and condition")
+    columns = ("prompts", "length", "floor", "hooked", "table 1", "/ floor", "/ hooked")
+    print("".join(f"{name:>9}" for name in columns))
     sizes = [(n, arguments.length) for n in arguments.prompts]
     sizes += [(arguments.tokens // length, length) for length in arguments.lengths]
     for n, length in sizes:
-        floor, ours = seconds(n, length)
+        floor, hooked, ours = seconds(n, length)
         scale = 1e6 / (n * length * len(ss.PAPER_CONDITIONS))
         print(
-            f"{n:8}{length:8}{floor * scale:9.1f}{ours * scale:9.1f}{'':30}{ours / floor:.2f}",
+            f"{n:9}{length:9}{floor * scale:9.1f}{hooked * scale:9.1f}{ours * scale:9.1f}"
+            f"{ours / floor:9.2f}{ours / hooked:9.2f}",
             flush=True,
         )
 

@@ -294,8 +294,13 @@ REMOVALS = (
         "terms are compared with the model's own scores and patterns",
         (
             "scores.py",
-            "return largest_error(per_head, tolerance, layer, what, _FIX)",
-            "return float(per_head.max())",
+            "largest_error(errors, self._tolerance, layer, what, _FIX)",
+            "float(errors.max())",
+        ),
+        (
+            "scores.py",
+            "largest_error(errors, tolerance, layer, what, _FIX)",
+            "float(errors.max())",
         ),
     ),
     removal(
@@ -585,8 +590,13 @@ REMOVALS = (
         "a wrong scale is refused by the sum of terms",
         (
             "scores.py",
-            "return largest_error(per_head, tolerance, layer, what, _FIX)",
-            "return float(per_head.max())",
+            "largest_error(errors, self._tolerance, layer, what, _FIX)",
+            "float(errors.max())",
+        ),
+        (
+            "scores.py",
+            "largest_error(errors, tolerance, layer, what, _FIX)",
+            "float(errors.max())",
         ),
         test="test_24_a_wrong_scale_is_an_error_with_layer_head_and_size",
     ),
@@ -627,9 +637,9 @@ REMOVALS = (
         27,
         "scores are compared where a key is seen",
         (
-            "scores.py",
-            "per_head = error.masked_fill(~visible, 0).amax((0, 2, 3))",
-            "per_head = error.amax((0, 2, 3))",
+            "attention.py",
+            "found.append(torch.where(block.of(visible), error, 0).amax((0, 2, 3)))",
+            "found.append(error.amax((0, 2, 3)))",
         ),
     ),
     removal(
@@ -637,7 +647,7 @@ REMOVALS = (
         "queries at padding are left out of what must not be seen",
         (
             "measures.py",
-            "stray = (total - seen).masked_fill(~mask[:, None], 0)",
+            "stray = (total - seen).masked_fill(~tokens[:, None], 0)",
             "stray = total - seen",
         ),
         (
@@ -651,9 +661,9 @@ REMOVALS = (
         28,
         "patterns are compared where a key is seen",
         (
-            "guard.py",
-            "            error.masked_fill(~visible, 0).amax((0, 2, 3)),",
-            "            error.amax((0, 2, 3)),",
+            "attention.py",
+            "found.append(torch.where(block.of(visible), error, 0).amax((0, 2, 3)))",
+            "found.append(error.amax((0, 2, 3)))",
         ),
         test="test_28_rows_without_a_key_are_left_out_and_nan_at_tokens_is_an_error",
     ),

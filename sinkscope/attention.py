@@ -8,10 +8,11 @@ and the parts still add up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from sinkscope._types import Pattern
@@ -23,6 +24,9 @@ HALF_FACTOR = 4
 """The same for half precision, whose units are large: 64 of them would refuse nothing."""
 HALF_PATTERN_FACTOR = 16
 """In half precision patterns hold to this many units: a share of attention is at most 1."""
+
+BLOCK_PAIRS = 2**18
+"""Entries of a block, a MiB in float32; on a GPU, which would rather have few large steps, more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +99,14 @@ class ScoreRule:
             x = x * gain.to(x)
         return x if self.rotation is None else self.rotation(x)
 
+    def scores(self, q: Tensor, k: Tensor, block: Block) -> Pattern:
+        """The scores of a block, from what `queries` and `keys` gave of all positions."""
+        q, k = q[block.rows, :, block.queries], k[block.rows, :, block.keys]
+        total = (self.scale * q) @ k.transpose(-1, -2)
+        if self.position_bias is not None:
+            total = total + at_least_single(block.of(self.position_bias))
+        return self.capped(total)
+
     def capped(self, total: Tensor) -> Tensor:
         """The scores that enter the softmax, from the sum of all terms."""
         if self.soft_cap is None:
@@ -103,12 +115,64 @@ class ScoreRule:
 
     def pattern(self, scores: Pattern, visible: Bool[Tensor, "batch one query key"]) -> Pattern:
         """The softmax over visible keys; rows sum to less than 1 beside a sink logit."""
-        scores = scores.masked_fill(~visible, -math.inf)
+        # On CPUs twice as fast as masked_fill.
+        scores = torch.where(visible, scores, -math.inf)
         if self.sink_logits is None:
             return scores.softmax(-1)
         sink = self.sink_logits.to(scores)[None, :, None, None]
         sink = sink.expand(*scores.shape[:-1], 1)
         return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pairs of queries and keys of some rows in all heads: a piece that a cache can hold.
+
+    Attributes:
+        rows: of the batch.
+        queries: their columns.
+        keys: columns from 0 to the last that any of these queries sees.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def of(self, tensor: Shaped[Tensor, "rows head query key"]) -> Tensor:
+        """The block of a tensor, of which axes of size 1 stay as they are."""
+        batch, _, queries, keys = tensor.shape
+        return tensor[
+            self.rows if batch > 1 else slice(None),
+            :,
+            self.queries if queries > 1 else slice(None),
+            self.keys if keys > 1 else slice(None),
+        ]
+
+
+def sees_any(visible: Bool[Tensor, "*batch query key"]) -> Bool[Tensor, "*batch query"]:
+    """Whether a query sees a key; a maximum of bytes, far faster than `any` of booleans."""
+    return visible.view(torch.uint8).amax(-1).bool()
+
+
+def blocks(visible: Bool[Tensor, "batch one query key"], n_heads: int) -> Iterator[Block]:
+    """All pairs that a pattern can hold attention at, a block at a time.
+
+    What is made anew of a pattern takes several steps. For all of a long pattern at once each of
+    them would wait for memory, and half of the pairs of a causal model are hidden.
+    """
+    n_rows, _, n_queries, n_keys = visible.shape
+    most = BLOCK_PAIRS if visible.device.type == "cpu" else 256 * BLOCK_PAIRS
+    rows = max(1, most // (n_heads * n_queries * n_keys))
+    queries = n_queries if rows > 1 else max(1, most // (n_heads * n_keys))
+    columns = torch.arange(1, n_keys + 1, dtype=torch.int32, device=visible.device)
+    ends = (visible.view(torch.uint8).amax(0)[0] * columns).amax(-1).tolist()
+    for row in range(0, n_rows, rows):
+        for query in range(0, n_queries, queries):
+            yield Block(
+                slice(row, row + rows),
+                slice(query, query + queries),
+                slice(0, max(ends[query : query + queries])),
+            )
 
 
 def gain_of_norm(
@@ -162,7 +226,7 @@ def pattern_tolerance(
         return min(of_scores, HALF_PATTERN_FACTOR * eps)
     if pattern.dtype != torch.float64:
         return of_scores
-    off = (pattern.sum(-1) - 1).abs().masked_fill(~visible.any(-1), 0)
+    off = (pattern.sum(-1) - 1).abs().masked_fill(~sees_any(visible), 0)
     single = bool(off.max() > TOLERANCE_FACTOR * eps) or _is_single(pattern, visible)
     return max(of_scores, TOLERANCE_FACTOR * eps_of(torch.float32) if single else 0.0)
 
@@ -172,6 +236,26 @@ def _is_single(pattern: Pattern, visible: Bool[Tensor, "batch one query key"]) -
     shares = pattern[visible.expand_as(pattern)]
     shares = shares[(shares > 0) & (shares < 1)]
     return bool(shares.numel()) and torch.equal(shares, shares.float().to(shares.dtype))
+
+
+def errors_by_head(
+    made: Callable[[Block], Tensor],
+    shown: Pattern,
+    visible: Bool[Tensor, "batch one query key"],
+) -> Float[Tensor, " head"]:
+    """The largest |made - shown| over visible pairs; NaN where one of them is.
+
+    Args:
+        made: gives its values of a block.
+        shown: `[batch head query key]`, the model's own.
+        visible: which pairs count.
+    """
+    found = [shown.new_zeros(shown.shape[1], dtype=at_least_single(shown[:0]).dtype)]
+    for block in blocks(visible, shown.shape[1]):
+        error = (made(block) - block.of(shown)).abs_()
+        if error.numel():
+            found.append(torch.where(block.of(visible), error, 0).amax((0, 2, 3)))
+    return torch.stack(found).amax(0)
 
 
 def largest_error(

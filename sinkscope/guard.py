@@ -15,12 +15,15 @@ from torch import Tensor
 from sinkscope.attention import (
     HALF_PATTERN_FACTOR,
     TOLERANCE_FACTOR,
+    Block,
     at_least_single,
     eps_of,
+    errors_by_head,
     is_half,
     largest_error,
     pattern_tolerance,
     score_tolerance,
+    sees_any,
 )
 from sinkscope.errors import NotApplicableError
 from sinkscope.model import ModelView
@@ -75,14 +78,14 @@ class PatternGuard:
             self._check_scores(site.layer, tensor, visible, seen, chunk)
 
     def _check_sums(self, layer: int, pattern: Tensor, visible: Tensor) -> None:
-        total = pattern.float().sum(-1) if is_half(pattern.dtype) else pattern.sum(-1)
+        total = pattern.sum(-1, dtype=torch.promote_types(pattern.dtype, torch.float32))
         loses_mass = self._view.parts.sink_logits
         off = total - 1 if loses_mass else (total - 1).abs()
         allowed = TOLERANCE_FACTOR * eps_of(torch.float32)
         if is_half(pattern.dtype):
             allowed = HALF_PATTERN_FACTOR * eps_of(pattern.dtype)
         largest_error(
-            off.masked_fill(~visible.any(-1), 0).amax((0, 2)),
+            off.masked_fill(~sees_any(visible), 0).amax((0, 2)),
             allowed,
             layer,
             "the attention of a query does not sum to " + ("1 or less" if loses_mass else "1"),
@@ -105,14 +108,18 @@ class PatternGuard:
         if q.shape[1] != k.shape[1]:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         q, k = rule.queries(q), rule.keys(k)
-        scores = rule.scale * q @ k.transpose(-1, -2)
-        if rule.position_bias is not None:
-            scores = scores + at_least_single(rule.position_bias)
-        scores = rule.capped(scores)
-        error = (rule.pattern(scores, visible) - pattern).abs()
+        largest = 0.0
+
+        def made(block: Block) -> Tensor:
+            nonlocal largest
+            scores, sees = rule.scores(q, k, block), block.of(visible)
+            if is_half(pattern.dtype):
+                largest = max(largest, float(scores.abs().masked_fill(~sees, 0).amax()))
+            return rule.pattern(scores, sees)
+
+        errors = errors_by_head(made, pattern, visible)
         if is_half(pattern.dtype):
             # What the hooks show of queries and keys is rounded, and large scores with it.
-            largest = float(scores.abs().masked_fill(~visible, 0).amax())
             allowed = eps_of(pattern.dtype) * max(HALF_PATTERN_FACTOR, largest)
         else:
             sizes = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
@@ -121,7 +128,7 @@ class PatternGuard:
             )
             allowed = pattern_tolerance(of_scores, pattern, visible)
         largest_error(
-            error.masked_fill(~visible, 0).amax((0, 2, 3)),
+            errors,
             allowed,
             layer,
             "the pattern is not softmax(scale q.k + mask)",

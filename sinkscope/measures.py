@@ -15,6 +15,7 @@ from torch import Tensor
 from sinkscope import metrics
 from sinkscope._types import LayerPatterns, Layers, PerHead, PerHeadInt, PerKey
 from sinkscope.ablations import Ablation
+from sinkscope.attention import blocks
 from sinkscope.capture import LayerReader, Reduce, stream
 from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.metrics import NAN
@@ -77,14 +78,21 @@ def _attention_is_sound(pattern: Tensor, mask: Tensor, visible: Tensor) -> bool:
     Sums are made over whole rows, so that what is refused here may still be in order (NaN in
     rows of padding, many strays that are each small enough): that is looked at pair by pair.
     """
-    total = pattern.sum(-1)
-    seen = torch.einsum("bhqk,bqk->bhq", pattern, visible.to(pattern.dtype))
-    stray = (total - seen).masked_fill(~mask[:, None], 0)
-    # A share that no query gives away twice is at most 1; rounding is far below the allowance.
-    sound = (pattern.amin() >= 0) & (stray.amax() <= STRAY_ATTENTION)
-    sound &= total.amax() <= 1 + STRAY_ATTENTION
-    sound &= ~((total.sum(1) == 0) & visible.any(-1)).any()
-    return bool(sound)
+    seen_by = visible[:, None]
+    single = torch.promote_types(pattern.dtype, torch.float32)
+    for block in blocks(seen_by, pattern.shape[1]):
+        shares = pattern[block.rows, :, block.queries].to(single)
+        sees, tokens = block.of(seen_by)[:, 0], mask[block.rows, block.queries]
+        total = shares.sum(-1)
+        seen = torch.einsum("bhqk,bqk->bhq", shares[..., block.keys], sees.to(single))
+        stray = (total - seen).masked_fill(~tokens[:, None], 0)
+        # A share that no query gives away twice is at most 1; rounding is far below the allowance.
+        sound = (shares.amin() >= 0) & (stray.amax() <= STRAY_ATTENTION)
+        sound &= total.amax() <= 1 + STRAY_ATTENTION
+        sound &= ~((total.sum(1) == 0) & tokens).any()
+        if not sound:
+            return False
+    return True
 
 
 def _name_stray_attention(pattern: Tensor, mask: Tensor, visible: Tensor, layer: int) -> None:

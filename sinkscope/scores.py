@@ -15,8 +15,10 @@ from torch import Tensor
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
 from sinkscope.attention import (
+    Block,
     ScoreRule,
     at_least_single,
+    errors_by_head,
     largest_error,
     pattern_tolerance,
     score_tolerance,
@@ -356,30 +358,30 @@ class IdentityReader:
             return
         if self._total is None:
             self._add_up(site, chunk)
-        if self._total is None or self._rule is None:
+        total, rule = self._total, self._rule
+        if total is None or rule is None:
             return
         visible = self._view.visible(layer, chunk.mask).to(tensor.device)[:, None]
         if site.kind == "attn_scores":
-            error = (self._total - tensor).abs()
+            errors = errors_by_head(lambda block: block.of(total), tensor, visible)
             what = "the sum of the terms is not the model's own score"
-            worst = self._worst(error, visible, self._tolerance, layer, what)
+            worst = largest_error(errors, self._tolerance, layer, what, _FIX)
             self.max_error = max(self.max_error, worst)
             return
-        error = (self._rule.pattern(self._total, visible) - tensor).abs()
+
+        def made(block: Block) -> Tensor:
+            return rule.pattern(block.of(total), block.of(visible))
+
+        errors = errors_by_head(made, tensor, visible)
         what = "softmax of the sum of the terms is not the model's own pattern"
         tolerance = self._tolerance
-        if self._rule.sink_logits is None:
+        if rule.sink_logits is None:
             tolerance = pattern_tolerance(tolerance, tensor, visible)
         self.tolerance = max(self.tolerance, tolerance)
-        worst = self._worst(error, visible, tolerance, layer, what)
+        worst = largest_error(errors, tolerance, layer, what, _FIX)
         self.pattern_error = max(self.pattern_error, worst)
         self._seen = {}
         self._total = self._rule = None
-
-    @staticmethod
-    def _worst(error: Tensor, visible: Tensor, tolerance: float, layer: int, what: str) -> float:
-        per_head = error.masked_fill(~visible, 0).amax((0, 2, 3))
-        return largest_error(per_head, tolerance, layer, what, _FIX)
 
     def _add_up(self, site: Site, chunk: TokenBatch) -> None:
         """The sum of the terms, once everything that they are made of was seen."""
