@@ -39,6 +39,7 @@ TESTS = (
     "situations",
     "test_ablations.py",
     "test_architectures.py",
+    "test_blocks.py",
     "test_capture.py",
     "test_errors.py",
     "test_extension.py",
