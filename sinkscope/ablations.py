@@ -11,6 +11,7 @@ Positions count from each row's first unmasked one.
 
 from __future__ import annotations
 
+import inspect
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,6 +221,9 @@ class Ablation(ABC):
     def applied(self, model: Any, batch: TokenBatch | None = None) -> Iterator[None]:
         """The ablation for the time of a `with` block.
 
+        What it is made of (an EPE, massive coordinates) is taken as the block begins: weights
+        that change within do not change it.
+
         Args:
             model: a hooked model or its view.
             batch: the batch that will run; without it, rows are taken as unpadded.
@@ -238,15 +242,30 @@ class Ablation(ABC):
             site: a `Site` or a hook name of the model.
             fn: `fn(tensor, hook)`; what it returns takes the tensor's place.
             name: for tables; the function's own name if not given.
+
+        Raises:
+            InvalidInputError: no function, or one that can't be called as `fn(tensor, hook=...)`.
         """
-        if not callable(fn):
+        if not _takes_a_hook(fn):
             raise InvalidInputError(
-                "A hook is a function",
+                "A hook is a function of a tensor and its hook",
                 expected="fn(tensor, hook)",
-                got=repr(fn),
-                fix="pass a function, or a lambda",
+                got=" ".join(repr(fn).split())[:80],
+                fix="pass a function, or a lambda, whose second argument is called hook",
             )
         return FromHook(site, fn, name or str(getattr(fn, "__name__", "hook")))
+
+
+def _takes_a_hook(fn: Any) -> bool:
+    if not callable(fn):
+        return False
+    try:
+        inspect.signature(fn).bind(None, hook=None)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions do not tell
+        pass
+    return True
 
 
 @dataclass(frozen=True)
