@@ -59,6 +59,7 @@ TESTS = (
     "test_sink_metrics.py",
     "test_small_and_strange.py",
     "test_survey.py",
+    "test_tolerances.py",
 )
 """The tests that may catch a mutant: those that no file, process or browser slows down."""
 

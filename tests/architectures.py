@@ -99,7 +99,7 @@ CONFIGS: dict[str, tuple[Any, Callable[[Sizes], dict[str, Any]]]] = {
         ),
     ),
     "pythia": (hf.GPTNeoXConfig, lambda s: _plain(s) | {"rotary_pct": 0.5}),
-    "gptj": (hf.GPTJConfig, lambda s: _gpt2(s) | {"rotary_dim": 2}),
+    "gptj": (hf.GPTJConfig, lambda s: _gpt2(s) | {"rotary_dim": 4}),
     "bloom": (
         hf.BloomConfig,
         lambda s: (

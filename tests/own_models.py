@@ -158,9 +158,11 @@ def toy(fault: str | None = None) -> Toy:
 def toy_view(
     model: Toy,
     kind: type[ss.ModelView] = ToyView,
-    sites: dict[str, str] | None = None,
+    sites: dict[str, str | None] | None = None,
     **sizes: Any,
 ) -> ss.ModelView:
+    """A view of a toy; `sites` moves some of its sites, or takes them away (None)."""
+    places = {name: place for name, place in (SITES | (sites or {})).items() if place}
     parts = Parts(
         query_bias=True,
         key_bias=True,
@@ -171,7 +173,7 @@ def toy_view(
     )
     values: dict[str, Any] = {
         "model": model,
-        "sites": SiteMap(SITES | (sites or {})),
+        "sites": SiteMap(places),
         "parts": parts,
         "n_layers": N_LAYERS,
         "n_heads": N_HEADS,

@@ -381,6 +381,23 @@ def test_right_padding_can_fail() -> None:
     assert "right padding" in [check.name for check in found.failures]
 
 
+def test_a_model_that_stops_by_itself_is_not_told_to_stop_behind_its_last_layer() -> None:
+    told = []
+
+    class Telling(ToyView):
+        def run(
+            self, ids: Tensor, mask: Tensor | None = None, stop_at_layer: int | None = None
+        ) -> Any:
+            told.append(stop_at_layer)
+            return super().run(ids, mask, stop_at_layer)
+
+    view = toy_view(toy(), Telling, {"resid_post": None})
+    batch = ss.token_batch(view, [[1, 2, 3]])
+    assert view.forward(batch, view.n_layers - 1).shape[-1] == view.d_model
+    assert view.forward(batch, view.n_layers).shape[-1] == view.d_vocab
+    assert told == [view.n_layers - 1, None]
+
+
 def test_a_run_that_raises_is_one_failure() -> None:
     class Broken(ToyView):
         def run(

@@ -123,7 +123,7 @@ def sizes_of(family: str, number: int) -> Sizes:
         n_layers=rng.choice((1, 2, 3, 4)),
         n_heads=n_heads,
         n_key_value_heads=rng.choice(groups) if family in GROUPED else n_heads,
-        d_head=4 if family in PARTLY_ROTARY else d_head,
+        d_head=rng.choice((4, 8)) if family in PARTLY_ROTARY else d_head,
         d_model=n_heads * rng.choice(widths) if family in FREE_WIDTH else None,
         window=rng.choice((1, 2, 3, 5, N_CTX)),
         d_vocab=D_VOCAB,

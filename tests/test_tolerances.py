@@ -1,0 +1,156 @@
+"""How far numbers may be off before they are refused: the stated formulas, and nothing wider."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from architectures import transformers_model
+from models import hook, tiny_gpt2
+from torch import Tensor
+
+import sinkscope as ss
+from sinkscope.attention import largest_error, pattern_tolerance, score_tolerance
+from sinkscope.errors import IdentityError
+from sinkscope.guard import PatternGuard
+
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("size", [0.0, 0.5, 7.0])
+def test_scores_hold_to_units_of_their_precision_times_their_size(size: float) -> None:
+    def at(dtype: torch.dtype, live: bool = True) -> float:
+        return score_tolerance(dtype, size, live)
+
+    factor = max(1.0, size)
+    assert at(torch.float64) == 64 * EPS[torch.float64] * factor
+    assert at(torch.float32) == at(torch.float64, live=False) == 64 * EPS[torch.float32] * factor
+    assert at(torch.bfloat16) == at(torch.bfloat16, live=False) == 4 * EPS[torch.bfloat16] * factor
+
+
+def test_patterns_hold_to_what_their_scores_and_their_softmax_round() -> None:
+    visible = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 2, 5, 5, generator=generator, dtype=torch.float64)
+    pattern = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    single = pattern.float().double()
+    coarse = 64 * EPS[torch.float32]
+    assert pattern_tolerance(1e-13, pattern, visible) == 1e-13
+    assert pattern_tolerance(1e-13, single, visible) == coarse
+    assert pattern_tolerance(1.0, single, visible) == 1.0
+    # Rows that sum to 1 exactly are told by their digits, others by their sums.
+    halves = torch.full((1, 1, 1, 2), 0.5, dtype=torch.float64)
+    both = torch.ones(1, 1, 1, 2, dtype=torch.bool)
+    assert pattern_tolerance(1e-13, halves, both) == coarse
+    thirds = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).view(1, 1, 1, 2)
+    assert pattern_tolerance(1e-13, thirds, both) == 1e-13
+    assert pattern_tolerance(1e-13, thirds * (1 - 1e-9), both) == coarse
+    zeros = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 1, 1, 2)
+    assert pattern_tolerance(1e-13, zeros, both) == 1e-13
+    # Padding has no say.
+    padded = torch.cat((thirds, thirds * 0.9), 2)
+    assert pattern_tolerance(1e-13, padded, both.repeat(1, 1, 2, 1)) == coarse
+    first = torch.tensor([[True, True], [False, False]])[None, None]
+    assert pattern_tolerance(1e-13, padded, first) == 1e-13
+    assert pattern_tolerance(1e-3, pattern.float(), visible) == 1e-3
+    assert pattern_tolerance(1e-3, pattern.bfloat16(), visible) == 1e-3
+    assert pattern_tolerance(9.0, pattern.bfloat16(), visible) == 16 * EPS[torch.bfloat16]
+
+
+def test_an_error_may_be_as_large_as_its_tolerance_and_no_larger() -> None:
+    errors = torch.tensor([0.5, 2.0, 1.0])
+    assert largest_error(errors, 2.0, 3, "it is off", "mend it") == 2.0
+    with pytest.raises(IdentityError, match=r"layer 3, head 1, it is off.*1\.99.*Got: 2\.00e\+00"):
+        largest_error(errors, 1.99, 3, "it is off", "mend it")
+    with pytest.raises(IdentityError, match=r"head 2, .*Got: nan"):
+        largest_error(torch.tensor([0.5, 2.0, math.nan]), 9.0, 3, "it is off", "mend it")
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_the_terms_tolerance_is_of_the_longest_query_and_key_of_one_prompt(
+    kind: str, padding: str
+) -> None:
+    raw = tiny_gpt2()
+    model = hook(raw, kind)
+    batch = ss.token_batch(model, [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]], padding=padding)
+    view = ss.model_view(model)
+    for layer in range(view.n_layers):
+        terms = ss.decompose_scores(model, batch, layers=layer)
+        largest = 0.0
+        for row, mask in zip(batch.ids, batch.mask, strict=True):
+            alone = ss.token_batch(model, [row[mask].tolist()])
+            n = _entering(model, alone, layer)
+            sizes = [
+                torch.einsum("pd,hde->hpe", n, W).norm(dim=-1) + b.norm(dim=-1)[:, None]
+                for W, b in (
+                    (view.W_Q(layer), view.b_Q(layer)),
+                    (view.W_K(layer), view.b_K(layer)),
+                )
+            ]
+            largest = max(largest, float(sizes[0].max() * sizes[1].max()))
+        expected = 64 * EPS[torch.float64] * max(1.0, largest * view.d_head**-0.5)
+        assert expected > 64 * EPS[torch.float64]
+        assert terms.tolerance == pytest.approx(expected, rel=1e-9)
+
+
+def _entering(model: Any, batch: ss.TokenBatch, layer: int) -> Tensor:
+    """`[pos d_model]`, what enters W_Q of one prompt: LN1 of the residual stream."""
+    _, cache = model.run_with_cache(batch.ids)
+    x = cache[f"blocks.{layer}.hook_resid_pre"][0]
+    norm = torch.nn.functional.layer_norm
+    ln = tiny_gpt2().transformer.h[layer].ln_1
+    return norm(x, x.shape[-1:], ln.weight, ln.bias, ln.eps).detach()
+
+
+@pytest.mark.parametrize(("seen", "hidden", "allowed"), [(100.0, 0.0, True), (0.0, 100.0, False)])
+def test_in_half_precision_a_pattern_may_be_off_by_what_visible_scores_round(
+    seen: float, hidden: float, allowed: bool
+) -> None:
+    """A share of 0.3 in the wrong place: within bfloat16's rounding of scores of 100, not of 0."""
+    view = ss.model_view(hook(tiny_gpt2(dtype=torch.bfloat16), "bridge"))
+    batch = ss.token_batch(view, [[1, 2, 3]])
+    causal = torch.ones(3, 3, dtype=torch.bool).tril()
+    scores = torch.where(causal, seen, hidden) / view.attention_scale(0)
+    q = torch.zeros(1, 3, view.n_heads, view.d_head)
+    q[..., :3] = scores[None, :, None, :]
+    k = torch.zeros_like(q)
+    k[..., :3] = torch.eye(3)[None, :, None, :]
+    pattern = (causal / causal.sum(-1, keepdim=True)).repeat(1, view.n_heads, 1, 1)
+    pattern[0, 1, 2, :2] += torch.tensor([0.3, -0.3])
+    guard = PatternGuard(view, [0])
+
+    def show() -> None:
+        for name, tensor in (("q", q), ("k", k), ("pattern", pattern)):
+            guard.read(ss.Site(name, 0), tensor.bfloat16(), batch)
+
+    if allowed:
+        show()
+        return
+    with pytest.raises(IdentityError, match=r"head 1, the pattern is not softmax.*Got: 3\.0"):
+        show()
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "message"),
+    [
+        ("gpt2", 0.8, r"layer 1, head 2, .* does not sum to 1\. .*Got: 2\.00e-01"),
+        ("gpt2", 1.2, r"does not sum to 1\. .*Got: 2\.00e-01"),
+        ("gpt_oss", 1.2, r"layer 1, head 2, .* does not sum to 1 or less\. .*Got: 2\.00e-01"),
+        ("gpt_oss", 0.8, None),
+    ],
+)
+def test_rows_sum_to_1_or_less_where_something_takes_the_rest(
+    name: str, total: float, message: str | None
+) -> None:
+    view = ss.model_view(ss.load_model(transformers_model(name)))
+    batch = ss.token_batch(view, [[1, 2]])
+    pattern = torch.tensor([[1.0, 0.0], [0.5, 0.5]]).repeat(1, view.n_heads, 1, 1)
+    pattern[0, 2, 1] *= total
+    guard = PatternGuard(view, [1])
+    if message is None:
+        guard.read(ss.Site("pattern", 1), pattern, batch)
+        return
+    with pytest.raises(IdentityError, match=message):
+        guard.read(ss.Site("pattern", 1), pattern, batch)
