@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -381,7 +381,7 @@ def trace(out: Path) -> dict[str, Any]:
 
 
 def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
-    """Tests that reach the mutant's lines, the quickest first, then those of its module.
+    """Tests that reach the mutant's lines, then those of its module, both in varied order.
 
     A model that tests share is made by the first of them, which alone then reaches the lines
     that make it: so others of the module count too.
@@ -391,7 +391,18 @@ def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
     for line in range(mutant.line, mutant.last + 1):
         near.update(lines.get(str(line), ()))
     rest = {name for names in lines.values() for name in names} - near
-    return [name for group in (near, rest) for name in sorted(group, key=traced["seconds"].get)]
+    return [name for group in (near, rest) for name in _varied(group, traced["seconds"])]
+
+
+def _varied(tests: set[str], seconds: dict[str, float]) -> list[str]:
+    """The quickest case of each test function, the quickest function first, then their second...
+
+    By their time alone a hundred cases of one quick test would come before all others.
+    """
+    cases: dict[str, list[str]] = {}
+    for name in sorted(tests, key=lambda name: (seconds[name], name)):
+        cases.setdefault(name.split("[")[0], []).append(name)
+    return [name for turn in zip_longest(*cases.values()) for name in turn if name is not None]
 
 
 def outcomes_of(
