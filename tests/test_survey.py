@@ -12,7 +12,14 @@ from architectures import CONFIGS, IDS, attentions, transformers_model
 from models import tiny_gpt2
 
 import sinkscope as ss
-from sinkscope.circuits import MASSIVE_KEYS, SurveyRow, lead_weights
+from sinkscope.circuits import (
+    MASSIVE_KEYS,
+    PEAK,
+    SurveyRow,
+    _first_and_others,
+    _Found,
+    lead_weights,
+)
 from sinkscope.cli import main
 from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.report import survey_html
@@ -153,6 +160,76 @@ def test_the_coordinates_share_is_what_the_keys_have_of_them() -> None:
         ours = parts.pop(SHARE_OF_COORDINATES)
         with_b_K = parts.get("key_bias", 0.0) + parts.get("bias_bias", 0.0)
         assert ours == pytest.approx(reader.whole - with_b_K, abs=1e-5)
+
+
+def found(**numbers: Any) -> _Found:
+    """Four places of a model of three layers, whose first position stands out nowhere."""
+    values: dict[str, Any] = {
+        name: torch.zeros(1) for name in ("scores", "rates", "positions", "drain")
+    }
+    values |= {name: torch.ones(4) for name in ("firsts", "others", "entries")}
+    return _Found(**values | {"vectors": torch.ones(4, 20)} | numbers)
+
+
+def planted_vectors() -> torch.Tensor:
+    """Each place has one large coordinate of its own; that after layer 1 stands out most."""
+    vectors = torch.ones(4, 20)
+    for place, (coordinate, size) in enumerate([(9, 900.0), (3, 20.0), (5, 200.0), (7, 90.0)]):
+        vectors[place, coordinate] = size
+    vectors[3, 5] = -120.0
+    return vectors
+
+
+def test_the_peak_is_where_the_first_position_grows_and_its_coordinates_stand_out_most() -> None:
+    firsts = torch.tensor([3.0, 4.0, 4.0 + PEAK, 5.0 + PEAK])
+    others = torch.tensor([1.0, 1.0, 1.0, 0.5])
+    vectors = planted_vectors()
+    assert found(firsts=firsts, others=others, vectors=vectors).peak() == (1, (5,), 1)
+    vectors[1, 5] = 100.0
+    assert found(firsts=firsts, others=others, vectors=vectors).peak() == (1, (5,), 0)
+    vectors[1, 5] = 99.0
+    assert found(firsts=firsts, others=others, vectors=vectors).peak() == (1, (5,), 1)
+    others[2] = 9.0  # in layer 1 all positions grow
+    assert found(firsts=firsts, others=others, vectors=vectors).peak()[0] == 2
+    level = torch.ones(4, 20)
+    assert found(firsts=firsts, vectors=level).peak() == (1, (), None)
+
+
+def test_there_is_a_peak_where_the_norm_or_one_entry_stands_out_after_some_layer() -> None:
+    for name in ("firsts", "entries"):
+        enough, early = torch.ones(4), torch.ones(4)
+        enough[2] = PEAK
+        early[0] = 100 * PEAK  # in the embedding, which no layer made
+        assert found(**{name: enough}, vectors=planted_vectors()).peak()[1] == (5,)
+        assert found(**{name: enough * 0.99}).peak() == (None, (), None)
+        assert found(**{name: early}).peak() == (None, (), None)
+    assert found(firsts=torch.full((4,), torch.nan)).peak() == (None, (), None)
+
+
+def test_the_first_position_is_held_against_the_median_of_the_others() -> None:
+    ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
+    mask = torch.tensor([[False, False, True, True, True], [True] * 5])
+    model = ss.load_model(transformers_model("gpt2"))
+    batch = ss.token_batch(model, ids, mask=mask)
+    x = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours = _first_and_others(x, batch, 0)
+    for row, first in ((0, 2), (1, 0)):
+        at, others = x[row, first], x[row, first + 1 :]
+        expected = [at.norm(), others.norm(dim=1).median(), at.abs().max()]
+        expected.append(others.abs().amax(1).median())
+        torch.testing.assert_close(ours[row, :4], torch.stack(expected))
+        assert torch.equal(ours[row, 4:], at)
+
+
+def test_length_and_bos_go_with_texts_or_ids_alone() -> None:
+    model = ss.load_model(transformers_model("gpt2"))
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 2, 3, 4]]
+    cut = row_of(model, rows, length=5)
+    assert cut.sink_score == row_of(model, [row[:5] for row in rows]).sink_score
+    batch = ss.token_batch(model, [row[:5] for row in rows])
+    for options in ({"length": 5}, {"bos": "prepend"}):
+        with pytest.raises(InvalidInputError, match="has its length and its BOS already"):
+            ss.survey(model, batch, **options)
 
 
 def test_a_bias_of_zeros_is_said_to_be_one() -> None:
