@@ -259,12 +259,12 @@ class Ablation(ABC):
 def _takes_a_hook(fn: Any) -> bool:
     if not callable(fn):
         return False
+    called = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
-        inspect.signature(fn).bind(None, hook=None)
-    except TypeError:
+        # Of a wrapper its own arguments count, not those of what it wraps.
+        inspect.signature(called, follow_wrapped=False).bind(None, hook=None)
+    except (TypeError, ValueError):  # ValueError: built-in functions that don't tell
         return False
-    except ValueError:  # some built-in functions do not tell
-        pass
     return True
 
 

@@ -107,6 +107,10 @@ class ScoreRule:
             total = total + at_least_single(block.of(self.position_bias))
         return self.capped(total)
 
+    def largest_bias(self) -> float:
+        """The largest |position bias|: what it adds to the size of scores."""
+        return 0.0 if self.position_bias is None else float(self.position_bias.abs().amax())
+
     def capped(self, total: Tensor) -> Tensor:
         """The scores that enter the softmax, from the sum of all terms."""
         if self.soft_cap is None:
@@ -214,21 +218,32 @@ def score_tolerance(dtype: torch.dtype, size: float, live: bool) -> float:
 
 
 def pattern_tolerance(
-    of_scores: float, pattern: Pattern, visible: Bool[Tensor, "batch one query key"]
+    of_scores: float,
+    largest: float,
+    pattern: Pattern,
+    visible: Bool[Tensor, "batch one query key"],
 ) -> float:
     """A pattern is off by no more than its scores are, and by what its softmax rounds.
 
     Many models compute the softmax in float32 whatever their dtype: their row sums tell, or, in
     short rows that may sum to 1 by chance, their digits.
+
+    Args:
+        of_scores: see `score_tolerance`.
+        largest: no visible score has a larger absolute value; a softmax in another precision
+            begins by rounding the scores.
+        pattern: the model's own.
+        visible: where it holds attention.
     """
     eps = eps_of(pattern.dtype)
     if is_half(pattern.dtype):
-        return min(of_scores, HALF_PATTERN_FACTOR * eps)
+        return min(of_scores, max(HALF_PATTERN_FACTOR, largest) * eps)
     if pattern.dtype != torch.float64:
         return of_scores
     off = (pattern.sum(-1) - 1).abs().masked_fill(~sees_any(visible), 0)
     single = bool(off.max() > TOLERANCE_FACTOR * eps) or _is_single(pattern, visible)
-    return max(of_scores, TOLERANCE_FACTOR * eps_of(torch.float32) if single else 0.0)
+    rounding = max(TOLERANCE_FACTOR, largest) * eps_of(torch.float32)
+    return max(of_scores, rounding if single else 0.0)
 
 
 def _is_single(pattern: Pattern, visible: Bool[Tensor, "batch one query key"]) -> bool:
@@ -241,21 +256,45 @@ def _is_single(pattern: Pattern, visible: Bool[Tensor, "batch one query key"]) -
 def errors_by_head(
     made: Callable[[Block], Tensor],
     shown: Pattern,
-    visible: Bool[Tensor, "batch one query key"],
+    visible: Bool[Tensor, "rows one query key"],
 ) -> Float[Tensor, " head"]:
     """The largest |made - shown| over visible pairs; NaN where one of them is.
 
     Args:
         made: gives its values of a block.
         shown: `[batch head query key]`, the model's own.
-        visible: which pairs count.
+        visible: which pairs count; of one row where all rows agree.
     """
+    visible = visible.expand(shown.shape[0], -1, -1, -1)
     found = [shown.new_zeros(shown.shape[1], dtype=at_least_single(shown[:0]).dtype)]
     for block in blocks(visible, shown.shape[1]):
-        error = (made(block) - block.of(shown)).abs_()
-        if error.numel():
+        if block.keys.stop:  # otherwise these queries are all padding
+            error = (made(block) - block.of(shown)).abs_()
             found.append(torch.where(block.of(visible), error, 0).amax((0, 2, 3)))
     return torch.stack(found).amax(0)
+
+
+def pattern_errors(
+    rule: ScoreRule,
+    scores: Callable[[Block], Tensor],
+    shown: Pattern,
+    visible: Bool[Tensor, "rows one query key"],
+) -> tuple[Float[Tensor, " head"], float]:
+    """The largest |softmax(scores) - pattern| of each head, and the largest visible |score|.
+
+    The latter in half precision alone, where it is needed and takes no more than its share of
+    time; 0 otherwise.
+    """
+    largest = 0.0
+
+    def made(block: Block) -> Tensor:
+        nonlocal largest
+        found, sees = scores(block), block.of(visible)
+        if is_half(shown.dtype):
+            largest = max(largest, float(torch.where(sees, found.abs(), 0).amax()))
+        return rule.pattern(found, sees)
+
+    return errors_by_head(made, shown, visible), largest
 
 
 def largest_error(

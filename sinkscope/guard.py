@@ -15,12 +15,11 @@ from torch import Tensor
 from sinkscope.attention import (
     HALF_PATTERN_FACTOR,
     TOLERANCE_FACTOR,
-    Block,
     at_least_single,
     eps_of,
-    errors_by_head,
     is_half,
     largest_error,
+    pattern_errors,
     pattern_tolerance,
     score_tolerance,
     sees_any,
@@ -108,25 +107,17 @@ class PatternGuard:
         if q.shape[1] != k.shape[1]:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         q, k = rule.queries(q), rule.keys(k)
-        largest = 0.0
-
-        def made(block: Block) -> Tensor:
-            nonlocal largest
-            scores, sees = rule.scores(q, k, block), block.of(visible)
-            if is_half(pattern.dtype):
-                largest = max(largest, float(scores.abs().masked_fill(~sees, 0).amax()))
-            return rule.pattern(scores, sees)
-
-        errors = errors_by_head(made, pattern, visible)
+        errors, largest = pattern_errors(
+            rule, lambda block: rule.scores(q, k, block), pattern, visible
+        )
         if is_half(pattern.dtype):
             # What the hooks show of queries and keys is rounded, and large scores with it.
             allowed = eps_of(pattern.dtype) * max(HALF_PATTERN_FACTOR, largest)
         else:
             sizes = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
-            of_scores = score_tolerance(
-                pattern.dtype, abs(rule.scale) * float(sizes.amax()), self._live
-            )
-            allowed = pattern_tolerance(of_scores, pattern, visible)
+            size = abs(rule.scale) * float(sizes.amax()) + rule.largest_bias()
+            of_scores = score_tolerance(pattern.dtype, size, self._live)
+            allowed = pattern_tolerance(of_scores, size, pattern, visible)
         largest_error(
             errors,
             allowed,

@@ -134,7 +134,9 @@ def write_figures(drawn: Mapping[str, go.Figure], directory: Path) -> None:
 
     write_text(directory / "plotly.min.js", get_plotlyjs())
     for name, figure in drawn.items():
-        page = figure.to_html(include_plotlyjs="directory", config=HTML_CONFIG)
+        page = figure.to_html(
+            include_plotlyjs="directory", config=HTML_CONFIG, div_id=f"figure-{name}"
+        )
         write_text(directory / f"{name}.html", page)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from sinkscope._types import LayerPatterns, Layers, Mask, PerKey, Residual
 from sinkscope.ablations import Ablation
 from sinkscope.attention import (
-    Block,
     ScoreRule,
     at_least_single,
     errors_by_head,
     largest_error,
+    pattern_errors,
     pattern_tolerance,
     score_tolerance,
 )
@@ -146,7 +146,8 @@ def decompose_scores(
     Both identities are checked in every layer, head and visible pair: the sum of the terms
     against the model's own score, and `softmax(sum + mask)` against its own pattern. The
     tolerance is `64 eps max(1, scale |q||k|)`, eps of the dtype in which the model computes
-    its scores; in half precision the factor is 4, and patterns hold to `16 eps`.
+    its scores, ALiBi's largest value added to the size; in half precision the factor is 4, and
+    patterns hold to `eps max(16, largest |score|)`.
 
     Terms of parts that a model lacks are not there, see `ScoreTerms.terms`. Works on
     processed weights as well; there `bias_kind` says "effective".
@@ -335,6 +336,7 @@ class IdentityReader:
         self._seen: dict[str, Tensor] = {}
         self._rule: ScoreRule | None = None
         self._total: Tensor | None = None
+        self._size = 0.0
         self._tolerance = 0.0
         self.max_error = 0.0 if self._live else NAN
         self.pattern_error = 0.0
@@ -369,14 +371,11 @@ class IdentityReader:
             self.max_error = max(self.max_error, worst)
             return
 
-        def made(block: Block) -> Tensor:
-            return rule.pattern(block.of(total), block.of(visible))
-
-        errors = errors_by_head(made, tensor, visible)
+        errors, largest = pattern_errors(rule, lambda block: block.of(total), tensor, visible)
         what = "softmax of the sum of the terms is not the model's own pattern"
         tolerance = self._tolerance
         if rule.sink_logits is None:
-            tolerance = pattern_tolerance(tolerance, tensor, visible)
+            tolerance = pattern_tolerance(tolerance, largest or self._size, tensor, visible)
         self.tolerance = max(self.tolerance, tolerance)
         worst = largest_error(errors, tolerance, layer, what, _FIX)
         self.pattern_error = max(self.pattern_error, worst)
@@ -399,6 +398,7 @@ class IdentityReader:
         self._keep(layer, terms, self._rule)
         content, *others = terms.values()
         self._total = sum(others, content)
+        self._size = size
         self._tolerance = score_tolerance(attn_in.dtype, size, self._live)
         self.tolerance = max(self.tolerance, self._tolerance)
 
@@ -521,7 +521,7 @@ def score_terms(
     if rule.position_bias is not None:
         bias_rows = at_least_single(rule.position_bias).to(attn_in.device)
         terms["position_bias"] = bias_rows.expand(attn_in.shape[0], -1, -1, -1)
-        size += float(bias_rows.abs().amax())
+        size += rule.largest_bias()
     if rule.soft_cap is not None:
         content, *others = terms.values()
         total = sum(others, content)

@@ -426,6 +426,38 @@ def test_from_hook_composes(model: Any, batch: ss.TokenBatch, site: Any) -> None
     assert ablation.name == "without_bias"
 
 
+def test_from_hook_asks_for_a_hook_of_the_function_that_will_be_called(
+    model: Any, batch: ss.TokenBatch
+) -> None:
+    """A decorator's wrapper takes the hook, whatever it wraps; a module's forward does."""
+
+    def as_hook(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def wrapper(tensor: Tensor, hook: Any) -> Tensor:
+            return plain(tensor)
+
+        return wrapper
+
+    class Halved(nn.Module):
+        def forward(self, tensor: Tensor, hook: Any) -> Tensor:
+            return tensor / 2
+
+    def halved(tensor: Tensor) -> Tensor:
+        return tensor / 2
+
+    kept = functools.partial(lambda tensor, hook, by: tensor / by, by=2)
+    site = ss.Site("resid_post", 0)
+    patterns = [
+        ss.patterns(model, batch, Ablation.from_hook(site, fn))
+        for fn in (as_hook(halved), Halved(), kept)
+    ]
+    assert torch.equal(patterns[0], patterns[1])
+    assert torch.equal(patterns[0], patterns[2])
+    assert not torch.equal(patterns[0], ss.patterns(model, batch))
+    with pytest.raises(InvalidInputError, match="A hook is a function"):
+        Ablation.from_hook(site, functools.wraps(as_hook(halved))(lambda tensor: tensor))
+
+
 def test_from_hook_in_place(model: Any, batch: ss.TokenBatch) -> None:
     """A function that edits in place and returns None is an edit too, and W_pos stays."""
 

@@ -84,6 +84,15 @@ def test_an_error_in_any_visible_pair_is_found_and_no_hidden_one(
             )
 
 
+def test_one_row_of_visible_keys_stands_for_all(most: int) -> None:
+    shown = drawn(4, HEADS, N, N)
+    made = shown.clone()
+    made[3, 1, 8, 0] += 1
+    first = SEEN["causal"][:1, None]
+    found = errors_by_head(lambda block: block.of(made), shown, first)
+    torch.testing.assert_close(found, torch.tensor([0.0, 1, 0]).double())
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("queries", [1, N])
 def test_scores_of_blocks_are_the_scores_blocks(
@@ -140,3 +149,17 @@ def test_each_architecture_passes_block_by_block(
         (whole.max_error, whole.tolerance), rel=0, abs=0, nan_ok=True
     )
     assert pieces.pattern_error <= pieces.tolerance
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_padding_alone_are_passed_over(
+    padding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ss.load_model(transformers_model("gpt2", dtype=dtype))
+    rows = [IDS[0].tolist(), IDS[1].tolist()[:3]]
+    short = ss.token_batch(model, rows, padding=padding).select([1])
+    whole = ss.sink_score(model, short)
+    monkeypatch.setattr(attention, "BLOCK_PAIRS", 1)
+    assert torch.equal(ss.sink_score(model, short), whole)
+    assert ss.decompose_scores(model, short).pattern_error < 0.1

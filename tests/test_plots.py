@@ -911,6 +911,8 @@ def test_html_is_always_written(tmp_path):
     assert "MeanStd(k=3.0)" in page
     assert '"showSendToCloud": false' in page
     assert len(page) < 200_000
+    again = plots.save_figure(MAKERS["massive_line"](), tmp_path / "again.html", plotlyjs="cdn")
+    assert again.read_text("utf-8") == page
     inline = plots.save_figure(figure, tmp_path / "inline.html").read_text("utf-8")
     assert len(inline) > 2_000_000
     assert not re.search(r"<script[^>]*src=", inline)

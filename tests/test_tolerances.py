@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import transformers_model
+from architectures import VOCAB, Sizes, transformers_model
 from models import hook, tiny_gpt2
 from torch import Tensor
 
@@ -37,26 +37,30 @@ def test_patterns_hold_to_what_their_scores_and_their_softmax_round() -> None:
     pattern = scores.masked_fill(~visible, -math.inf).softmax(-1)
     single = pattern.float().double()
     coarse = 64 * EPS[torch.float32]
-    assert pattern_tolerance(1e-13, pattern, visible) == 1e-13
-    assert pattern_tolerance(1e-13, single, visible) == coarse
-    assert pattern_tolerance(1.0, single, visible) == 1.0
+    assert pattern_tolerance(1e-13, 1.0, pattern, visible) == 1e-13
+    assert pattern_tolerance(1e-13, 1.0, single, visible) == coarse
+    assert pattern_tolerance(1.0, 1.0, single, visible) == 1.0
     # Rows that sum to 1 exactly are told by their digits, others by their sums.
     halves = torch.full((1, 1, 1, 2), 0.5, dtype=torch.float64)
     both = torch.ones(1, 1, 1, 2, dtype=torch.bool)
-    assert pattern_tolerance(1e-13, halves, both) == coarse
+    assert pattern_tolerance(1e-13, 1.0, halves, both) == coarse
     thirds = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).view(1, 1, 1, 2)
-    assert pattern_tolerance(1e-13, thirds, both) == 1e-13
-    assert pattern_tolerance(1e-13, thirds * (1 - 1e-9), both) == coarse
+    assert pattern_tolerance(1e-13, 1.0, thirds, both) == 1e-13
+    assert pattern_tolerance(1e-13, 1.0, thirds * (1 - 1e-9), both) == coarse
     zeros = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 1, 1, 2)
-    assert pattern_tolerance(1e-13, zeros, both) == 1e-13
+    assert pattern_tolerance(1e-13, 1.0, zeros, both) == 1e-13
     # Padding has no say.
     padded = torch.cat((thirds, thirds * 0.9), 2)
-    assert pattern_tolerance(1e-13, padded, both.repeat(1, 1, 2, 1)) == coarse
+    assert pattern_tolerance(1e-13, 1.0, padded, both.repeat(1, 1, 2, 1)) == coarse
     first = torch.tensor([[True, True], [False, False]])[None, None]
-    assert pattern_tolerance(1e-13, padded, first) == 1e-13
-    assert pattern_tolerance(1e-3, pattern.float(), visible) == 1e-3
-    assert pattern_tolerance(1e-3, pattern.bfloat16(), visible) == 1e-3
-    assert pattern_tolerance(9.0, pattern.bfloat16(), visible) == 16 * EPS[torch.bfloat16]
+    assert pattern_tolerance(1e-13, 1.0, padded, first) == 1e-13
+    assert pattern_tolerance(1e-3, 1.0, pattern.float(), visible) == 1e-3
+    assert pattern_tolerance(1e-3, 1.0, pattern.bfloat16(), visible) == 1e-3
+    assert pattern_tolerance(9.0, 1.0, pattern.bfloat16(), visible) == 16 * EPS[torch.bfloat16]
+    # What a softmax of another precision rounds grows with the scores.
+    assert pattern_tolerance(9.0, 50.0, pattern.bfloat16(), visible) == 50 * EPS[torch.bfloat16]
+    assert pattern_tolerance(1e-13, 640.0, single, visible) == 10 * coarse
+    assert pattern_tolerance(1e-13, 640.0, pattern, visible) == 1e-13
 
 
 def test_an_error_may_be_as_large_as_its_tolerance_and_no_larger() -> None:
@@ -154,3 +158,17 @@ def test_rows_sum_to_1_or_less_where_something_takes_the_rest(
         return
     with pytest.raises(IdentityError, match=message):
         guard.read(ss.Site("pattern", 1), pattern, batch)
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 400), (torch.float64, 1800)])
+def test_large_position_biases_round_and_are_no_error(dtype: torch.dtype, length: int) -> None:
+    """ALiBi's scores grow with the prompt, and with them what BLOOM's own softmax rounds."""
+    sizes = Sizes(n_layers=1, n_heads=6, d_head=4)
+    model = ss.load_model(transformers_model("bloom", dtype=dtype, sizes=sizes))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, VOCAB, (1, length), generator=generator)
+    batch = ss.token_batch(model, ids)
+    terms = ss.decompose_scores(model, batch)
+    narrow = 16 * EPS[torch.bfloat16] if dtype == torch.bfloat16 else 64 * EPS[torch.float32]
+    assert narrow / 100 < terms.pattern_error <= terms.tolerance
+    assert bool(ss.sink_score(model, batch, layers=0).isfinite().all())

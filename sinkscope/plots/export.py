@@ -71,7 +71,9 @@ def save_figure(
         write_text(
             target,
             figure.to_html(
-                include_plotlyjs=True if plotlyjs == "inline" else "cdn", config=HTML_CONFIG
+                include_plotlyjs=True if plotlyjs == "inline" else "cdn",
+                config=HTML_CONFIG,
+                div_id="figure",  # not one drawn at random: the same figure, the same file
             ),
         )
     else:
