@@ -395,13 +395,13 @@ def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
 
 
 def _varied(tests: set[str], seconds: dict[str, float]) -> list[str]:
-    """The quickest case of each test function, the quickest function first, then their second...
+    """The quickest test of each case (an architecture, a padding), then their second quickest...
 
-    By their time alone a hundred cases of one quick test would come before all others.
+    By their time alone a hundred tests of one small model would come before any of another.
     """
     cases: dict[str, list[str]] = {}
     for name in sorted(tests, key=lambda name: (seconds[name], name)):
-        cases.setdefault(name.split("[")[0], []).append(name)
+        cases.setdefault(name.partition("[")[2] or name, []).append(name)
     return [name for turn in zip_longest(*cases.values()) for name in turn if name is not None]
 
 
