@@ -16,8 +16,8 @@ from sinkscope.metrics import causal_visibility, full_visibility
 N = 9
 HEADS = 3
 MASK = torch.ones(4, N, dtype=torch.bool)
+MASK[0, 5:] = False  # no row that stands for all comes first
 MASK[1, :4] = False
-MASK[2, 5:] = False
 SEEN = {
     "causal": causal_visibility(torch.ones_like(MASK)),
     "padded": causal_visibility(MASK),

@@ -13,11 +13,13 @@ from models import tiny_gpt2
 
 import sinkscope as ss
 from sinkscope.circuits import (
+    JUMP_MLP,
     MASSIVE_KEYS,
     PEAK,
     SurveyRow,
     _first_and_others,
     _Found,
+    _verdict,
     lead_weights,
 )
 from sinkscope.cli import main
@@ -219,6 +221,17 @@ def test_the_first_position_is_held_against_the_median_of_the_others() -> None:
         expected.append(others.abs().amax(1).median())
         torch.testing.assert_close(ours[row, :4], torch.stack(expected))
         assert torch.equal(ours[row, 4:], at)
+
+
+def test_the_verdict_says_what_is_left_and_what_a_norm_makes_of_it() -> None:
+    kept = {MASSIVE_KEYS: 0.25, JUMP_MLP: 0.5}
+    words = _verdict(0.6, 0.1, kept, {}, 3, False)
+    assert "jumps in layer 3; without that layer's MLP 50% of the sink stays." in words
+    assert words.endswith("Without the key columns at its massive coordinates 25% stays.")
+    assert _verdict(0.6, 0.1, kept, {}, 3, True).endswith("25% stays, with keys normed anew.")
+    assert "jumps" not in _verdict(0.6, 0.1, kept, {}, None, False)
+    assert _verdict(0.1, 0.1, kept, {}, 3, False).startswith("No sink at position 0.")
+    assert _verdict(0.9, 0.9, kept, {}, 3, False).startswith("The prompts are too short to tell.")
 
 
 def test_length_and_bos_go_with_texts_or_ids_alone() -> None:

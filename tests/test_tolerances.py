@@ -12,8 +12,8 @@ from models import hook, tiny_gpt2
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention import largest_error, pattern_tolerance, score_tolerance
-from sinkscope.errors import IdentityError
+from sinkscope.attention import gain_of_norm, largest_error, pattern_tolerance, score_tolerance
+from sinkscope.errors import IdentityError, NotApplicableError
 from sinkscope.guard import PatternGuard
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.bfloat16)}
@@ -172,3 +172,46 @@ def test_large_position_biases_round_and_are_no_error(dtype: torch.dtype, length
     narrow = 16 * EPS[torch.bfloat16] if dtype == torch.bfloat16 else 64 * EPS[torch.float32]
     assert narrow / 100 < terms.pattern_error <= terms.tolerance
     assert bool(ss.sink_score(model, batch, layers=0).isfinite().all())
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
+def test_a_norm_that_takes_the_mean_off_is_no_factor_whatever_its_gain(size: float) -> None:
+    view = ss.model_view(ss.load_model(transformers_model("qwen3")))
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(2, 30, 4, 16, generator=generator) + 1
+    gain = size * (1 + torch.rand(16, generator=generator))
+    by_rms = before / before.pow(2).mean(-1, keepdim=True).sqrt() * gain
+    by_std = torch.nn.functional.layer_norm(before, (16,), gain)
+    rounded = by_rms * (1 + 0.02 * torch.randn(by_rms.shape, generator=generator))
+    for after in (by_rms, rounded):
+        view._require_rms(before, gain_of_norm(before, after), (-1,))
+    with pytest.raises(NotApplicableError, match="no RMS norms"):
+        view._require_rms(before, gain_of_norm(before, by_std), (-1,))
+
+
+@pytest.mark.parametrize(("error", "passes"), [(0.9, True), (1.1, False)])
+def test_the_guard_holds_patterns_to_the_size_of_their_scores(error: float, passes: bool) -> None:
+    """The longest query and key of a head are at different positions of one prompt."""
+    view = ss.model_view(hook(tiny_gpt2(), "bridge"))
+    batch = ss.token_batch(view, [[1, 2, 3], [4, 5, 6]])
+    q = torch.full((2, 3, view.n_heads, view.d_head), 0.1, dtype=torch.float64)
+    k = q.clone()
+    q[1, 0, 1], k[1, 2, 1] = 30.0, -20.0
+    q[0, 2, 1] = 40.0  # in another prompt, where keys are short
+    size = view.attention_scale(0) * 30 * 20 * view.d_head
+    scores = view.attention_scale(0) * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    causal = torch.ones(3, 3, dtype=torch.bool).tril()
+    pattern = scores.masked_fill(~causal, -math.inf).softmax(-1)
+    off = error * 64 * EPS[torch.float64] * size
+    pattern[0, 2, 1, :2] += torch.tensor([off, -off])
+    guard = PatternGuard(view, [0])
+
+    def show() -> None:
+        for name, tensor in (("q", q), ("k", k), ("pattern", pattern)):
+            guard.read(ss.Site(name, 0), tensor, batch)
+
+    if passes:
+        show()
+        return
+    with pytest.raises(IdentityError, match="head 2, the pattern is not softmax"):
+        show()
