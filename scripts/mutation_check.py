@@ -411,19 +411,19 @@ def outcomes_of(
     """Run each mutant's tests: first those of two files, and all where these let it live."""
     living: list[int] = []
     orders = [order_for(mutant, traced) for mutant, _ in mutants]
+    files = [list(dict.fromkeys(map(_file, order))) for order in orders]
     for few in (True, False):
-        numbers = [n for n in range(len(mutants)) if orders[n]] if few else living
+        numbers = [n for n, order in enumerate(orders) if order] if few else living
         work = []
         for n in numbers:
             mutant, source = mutants[n]
-            files = list(dict.fromkeys(_file(name) for name in orders[n]))
-            files = files[:FEW] if few else files[FEW:]
-            plugin = Chosen([name for name in orders[n] if _file(name) in files], budget)
-            work.append(Job({f"{mutant.module}.py": source}, files, ["-x"], [plugin]))
+            chosen = files[n][:FEW] if few else files[n][FEW:]
+            plugin = Chosen([name for name in orders[n] if _file(name) in chosen], budget)
+            work.append(Job({f"{mutant.module}.py": source}, chosen, ["-x"], [plugin]))
         for place, ran in run(work, jobs, 3 * budget):
             number = numbers[place]
             found, by = verdict(ran)
-            if few and found == "survived" and len(set(map(_file, orders[number]))) > FEW:
+            if few and found == "survived" and len(files[number]) > FEW:
                 living.append(number)
                 continue
             ended = {"outcome": found, "by": by, "seconds": ran.seconds}

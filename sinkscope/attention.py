@@ -266,7 +266,7 @@ def errors_by_head(
         visible: which pairs count; of one row where all rows agree.
     """
     visible = visible.expand(shown.shape[0], -1, -1, -1)
-    found = [shown.new_zeros(shown.shape[1], dtype=at_least_single(shown[:0]).dtype)]
+    found = [shown.new_zeros(shown.shape[1])]
     for block in blocks(visible, shown.shape[1]):
         if block.keys.stop:  # otherwise these queries are all padding
             error = (made(block) - block.of(shown)).abs_()

@@ -7,6 +7,7 @@ where the architecture has sink logits that take the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -112,12 +113,12 @@ class PatternGuard:
         )
         if is_half(pattern.dtype):
             # What the hooks show of queries and keys is rounded, and large scores with it.
-            allowed = eps_of(pattern.dtype) * max(HALF_PATTERN_FACTOR, largest)
+            of_scores, size = math.inf, largest
         else:
             sizes = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
             size = abs(rule.scale) * float(sizes.amax()) + rule.largest_bias()
             of_scores = score_tolerance(pattern.dtype, size, self._live)
-            allowed = pattern_tolerance(of_scores, size, pattern, visible)
+        allowed = pattern_tolerance(of_scores, size, pattern, visible)
         largest_error(
             errors,
             allowed,

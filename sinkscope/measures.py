@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope import metrics
 from sinkscope._types import LayerPatterns, Layers, PerHead, PerHeadInt, PerKey
 from sinkscope.ablations import Ablation
-from sinkscope.attention import blocks
+from sinkscope.attention import at_least_single, blocks
 from sinkscope.capture import LayerReader, Reduce, stream
 from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.metrics import NAN
@@ -79,12 +79,11 @@ def _attention_is_sound(pattern: Tensor, mask: Tensor, visible: Tensor) -> bool:
     rows of padding, many strays that are each small enough): that is looked at pair by pair.
     """
     seen_by = visible[:, None]
-    single = torch.promote_types(pattern.dtype, torch.float32)
     for block in blocks(seen_by, pattern.shape[1]):
-        shares = pattern[block.rows, :, block.queries].to(single)
+        shares = at_least_single(pattern[block.rows, :, block.queries])
         sees, tokens = block.of(seen_by)[:, 0], mask[block.rows, block.queries]
         total = shares.sum(-1)
-        seen = torch.einsum("bhqk,bqk->bhq", shares[..., block.keys], sees.to(single))
+        seen = torch.einsum("bhqk,bqk->bhq", shares[..., block.keys], sees.to(shares))
         stray = (total - seen).masked_fill(~tokens[:, None], 0)
         # A share that no query gives away twice is at most 1; rounding is far below the allowance.
         sound = (shares.amin() >= 0) & (stray.amax() <= STRAY_ATTENTION)

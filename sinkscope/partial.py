@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinkscope.capture import PASSING, Part, Piece
 from sinkscope.errors import InvalidInputError, LoadError
-from sinkscope.results import dump_json, write_bytes, write_text
+from sinkscope.results import dump_json, json_at, write_bytes, write_text
 
 FOLDER = ".partial"
 
@@ -104,15 +104,11 @@ class Partial:
         """The pieces of a pass over the chunk that begins at `start`, if they are there."""
         for path in (self._whole(start), self._single(run, start)):
             if path.is_file():
-                begins = [
-                    at
-                    for tensor in _read(path, f"{run}.begins", required=True).values()
-                    for at in tensor.flatten().tolist()
-                ]
-                return [
-                    (at, [_read(path, f"{run}.{at}.{reader}.") for reader in range(readers)])
-                    for at in begins
-                ]
+                with _opened(path) as file:
+                    return [
+                        (at, [_tensors(file, f"{run}.{at}.{reader}.") for reader in range(readers)])
+                        for at in file.get_tensor(f"{run}.begins").tolist()
+                    ]
         return None
 
     def save(self, run: int, start: int, parts: Sequence[Part]) -> None:
@@ -132,7 +128,8 @@ class Partial:
         if not self._whole(start).is_file():
             kept: dict[str, Tensor] = {}
             for path in singles:
-                kept |= _read(path)
+                with _opened(path) as file:
+                    kept |= _tensors(file)
             lasting = {n: t for n, t in kept.items() if f".{PASSING}" not in n}
             _write(self._whole(start), lasting)
         for path in singles:
@@ -180,16 +177,14 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     write_bytes(path, save(tensors))
 
 
-def _read(path: Path, prefix: str = "", required: bool = False) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A piece to be read from; whatever fails meanwhile is a fault of the file."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            if required and not names:
-                raise ValueError(f"no {prefix!r} in it")
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            yield file
     except Exception as error:  # the format's own errors and the system's
         raise LoadError(
             f"A piece of an earlier run can't be read: {str(path)!r}",
@@ -199,19 +194,20 @@ def _read(path: Path, prefix: str = "", required: bool = False) -> dict[str, Ten
         ) from error
 
 
+def _tensors(file: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+    return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+
+
 def _read_identity(path: Path) -> dict[str, Any]:
-    try:
-        identity = json.loads(path.read_text("utf-8"))
-        if not isinstance(identity, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(
-            f"{str(path)!r} does not say of which run the pieces beside it are",
-            expected="the JSON that sinkscope wrote",
-            got=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=f"delete {str(path.parent)!r} and start again",
-        ) from error
-    return identity
+    return json_at(
+        path,
+        f"{str(path)!r} does not say of which run the pieces beside it are",
+        expected="the JSON that sinkscope wrote",
+        fix=f"delete {str(path.parent)!r} and start again",
+        kind=dict,
+    )
 
 
 def _refuse_unknown(directory: Path) -> None:

@@ -177,15 +177,12 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def _read_header(path: Path, kind: str) -> dict[str, Any]:
-    try:
-        header = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(
-            f"There is no readable {kind} at {str(path)!r}",
-            expected="a file that this result's save() wrote",
-            got=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=f"check the directory, or {_RUN_AGAIN}",
-        ) from error
+    header = json_at(
+        path,
+        f"There is no readable {kind} at {str(path)!r}",
+        expected="a file that this result's save() wrote",
+        fix=f"check the directory, or {_RUN_AGAIN}",
+    )
     ok = isinstance(header, dict) and isinstance(header.get("values"), dict)
     if not ok or header.get("kind") != kind or header.get("schema") != SCHEMA_VERSION:
         raise LoadError(
@@ -306,6 +303,29 @@ def require_writable(directory: Path) -> None:
     probe.unlink(missing_ok=True)
 
 
+def json_at(path: Path, what: str, *, expected: str, fix: str, kind: type = object) -> Any:
+    """What a JSON file holds, as data.
+
+    Args:
+        path: the file.
+        what: is wrong where it can't be read, for the error.
+        expected: for the error.
+        fix: for the error.
+        kind: of what it holds.
+
+    Raises:
+        LoadError: not there, not JSON, nested too deep, or of another kind.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+        if not isinstance(value, kind):
+            raise ValueError(f"not a {kind.__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        got = f"{type(error).__name__}: {str(error)[:200]}"
+        raise LoadError(what, expected=expected, got=got, fix=fix) from error
+    return value
+
+
 def read_json(path: Path, schema: Mapping[str, Any], what: str) -> dict[str, Any]:
     """A JSON file that fits a schema; it is read as data and never run.
 
@@ -317,15 +337,12 @@ def read_json(path: Path, schema: Mapping[str, Any], what: str) -> dict[str, Any
     Raises:
         LoadError: not there, not JSON, or not of this schema; says where.
     """
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(
-            f"There is no readable {what} at {str(path)!r}",
-            expected="a JSON file that sinkscope wrote",
-            got=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=f"check the path, or {_RUN_AGAIN}",
-        ) from error
+    value = json_at(
+        path,
+        f"There is no readable {what} at {str(path)!r}",
+        expected="a JSON file that sinkscope wrote",
+        fix=f"check the path, or {_RUN_AGAIN}",
+    )
     try:
         found = misfit(value, schema)
     except RecursionError:
