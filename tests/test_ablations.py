@@ -16,6 +16,7 @@ from models import close, exact_gpt2, hook, shared_model
 from torch import Tensor, nn
 
 import sinkscope as ss
+from sinkscope import ablations
 from sinkscope.ablations import (
     Ablation,
     Composition,
@@ -29,8 +30,23 @@ from sinkscope.ablations import (
     ZeroQueryBias,
     ZeroRandomKeyColumns,
     ZeroToken,
+    _overflows,
+    within_range,
 )
 from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
+from sinkscope.mitigations import (
+    CalibrateAttention,
+    ClampActivations,
+    OffByOneSoftmax,
+    ScaleEPE,
+    ScaleKeyColumns,
+    ScaleQueryBias,
+    SetActivations,
+    ShuffledQueryBias,
+    SinkLogit,
+    SwitchOffHeads,
+    WindowedAttention,
+)
 
 N_LAYERS, N_HEADS, D_HEAD, N_CTX, LENGTH = 3, 3, 4, 7, 6
 D_MODEL = N_HEADS * D_HEAD
@@ -479,6 +495,19 @@ WAYS = [
     ZeroQueryBias([1], [2], [4]) + ZeroKeyColumns([1, 2], positions=[0]),
     LiftCausalMask(1),
 ]
+MITIGATIONS: list[Ablation] = [
+    ScaleQueryBias(0.5, [1], [2]),
+    ShuffledQueryBias(1.0),
+    ScaleKeyColumns((1, 2), 0.5, heads=[0]),
+    ScaleEPE(0.5),
+    SetActivations((1,), 1, 3.0),
+    ClampActivations(0.1, 0),
+    SwitchOffHeads(((0, 1),)),
+    SinkLogit(0.5, heads=[1]),
+    OffByOneSoftmax(),
+    CalibrateAttention(2.0, 0.3),
+    WindowedAttention(2),
+]
 
 
 @functools.cache
@@ -528,6 +557,27 @@ def test_three_ways_in_compatibility_mode(name: str) -> None:
         close(cached_patterns(model), edited)
 
 
+@pytest.mark.parametrize("way", [*WAYS, *MITIGATIONS], ids=name_of)
+def test_an_edit_leaves_what_hooks_saw_before_it(
+    model: Any, batch: ss.TokenBatch, way: Ablation
+) -> None:
+    """A cache of the user's, which keeps tensors and no copies, holds what was there."""
+    view = ss.model_view(model)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def look(tensor: Tensor, hook: Any) -> None:
+        seen.append((tensor, tensor.clone()))
+
+    kinds = ("attn_in", "q", "k", "v", "attn_scores", "pattern", "z", "mlp_out", "resid_post")
+    sites = [ss.Site(kind, layer) for kind in kinds for layer in range(N_LAYERS)]
+    sites += [ss.Site("embed"), ss.Site("pos_embed")]
+    looks = [(str(view.hook_point(site).name), look) for site in sites]
+    with torch.no_grad():
+        model.run_with_hooks(batch.ids, fwd_hooks=[*looks, *way.fwd_hooks(view, batch)])
+    assert len(seen) == len(sites)
+    assert all(torch.equal(kept, copied) for kept, copied in seen)
+
+
 def test_nested_applied_is_the_sum(model: Any) -> None:
     """`with a: with b:` is `a + b` where they do not overlap, and each ends alone."""
     a, b = ZeroPositions([1]), ZeroToken(2)
@@ -540,6 +590,19 @@ def test_nested_applied_is_the_sum(model: Any) -> None:
 
 
 # --- what is reported ---------------------------------------------------------------------
+
+
+def test_numbers_are_refused_where_a_vector_of_them_has_no_finite_size(model: Any) -> None:
+    """`sum over d of x[d]^2` overflows; 1 and less can't, and their edits stay as they are."""
+    half = torch.finfo(torch.float32).max ** 0.5 * 0.8
+    x = torch.zeros(1, 2, 3)
+    x[0, :, 0] = half
+    assert not _overflows(x)
+    x[0, 0, 1] = half
+    assert _overflows(x)
+    edit = ablations.Edit(ss.Site("mlp_out", 0), lambda tensor, hook: tensor)
+    assert within_range(edit, 1.0, -1.0) is edit
+    assert within_range(edit, 0.5, 1.01) is not edit
 
 
 def test_an_edit_without_effect_is_reported(model: Any, batch: ss.TokenBatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope import attention
-from sinkscope.attention import Block, ScoreRule, blocks, errors_by_head
+from sinkscope.attention import Block, ScoreRule, blocks, errors_by_head, sees_any
 from sinkscope.measures import _attention_is_sound
 from sinkscope.metrics import causal_visibility, full_visibility
 
@@ -41,6 +41,10 @@ def visible(request: pytest.FixtureRequest) -> Tensor:
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_a_query_counts_that_sees_any_key(visible: Tensor) -> None:
+    assert torch.equal(sees_any(visible), visible.any(-1))
 
 
 def test_blocks_hold_each_visible_pair_once_and_no_more_than_they_may(

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from inspect import unwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,13 @@ UNKNOWN: dict[str, tuple[Case, str]] = {
         "no.such",
     ),
 }
+
+
+@pytest.mark.parametrize("lacking", ["cfg", "blocks", "hook_dict", "embed"])
+def test_what_lacks_one_part_of_a_hooked_model_is_none(lacking: str) -> None:
+    there = {"cfg", "blocks", "hook_dict", "embed"} - {lacking}
+    with pytest.raises(InvalidInputError, match=r"not a hooked model.*Got: SimpleNamespace"):
+        ss.model_view(SimpleNamespace(**dict.fromkeys(there, 1)))
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

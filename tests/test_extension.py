@@ -432,6 +432,15 @@ def test_a_model_without_scores_or_residual_hooks_is_still_checked() -> None:
     assert terms.pattern_error < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["q", "k"])
+def test_patterns_that_can_t_be_made_anew_are_read_all_the_same(kind: str) -> None:
+    view = toy_view(toy())
+    names = {name: hook for name, hook in view.sites.names.items() if name != kind}
+    less = replace(view, sites=replace(view.sites, names=names))
+    batch = ss.token_batch(view, IDS)
+    assert torch.equal(ss.patterns(less, batch), ss.patterns(view, batch))
+
+
 def test_what_it_gives_back() -> None:
     found = check_model_view(toy_view(toy(), WrongScale))
     frame = found.to_dataframe()

@@ -17,6 +17,7 @@ from sinkscope.circuits import (
     MASSIVE_KEYS,
     PEAK,
     SurveyRow,
+    _drain,
     _first_and_others,
     _Found,
     _verdict,
@@ -25,6 +26,7 @@ from sinkscope.circuits import (
 from sinkscope.cli import main
 from sinkscope.errors import IdentityError, InvalidInputError
 from sinkscope.report import survey_html
+from sinkscope.verdict import SINK_RATIO
 
 
 def row_of(model: Any, prompts: Any, **options: Any) -> SurveyRow:
@@ -77,6 +79,15 @@ def test_its_numbers_are_those_of_the_measures(demo: SurveyRow) -> None:
     assert demo.peak_by_layer[:6] == pytest.approx(ratio.tolist(), rel=1e-5)
     scores = ss.sink_score(model, batch, ss.PAPER_CONDITIONS["No Query Bias"]).mean()
     assert dict(demo.ablations)["No Query Bias"] == pytest.approx(float(scores) / demo.sink_score)
+
+
+def test_progress_ends_where_it_was_told_to() -> None:
+    told: list[int] = []
+    done: list[int] = []
+    model = ss.load_model("demo")
+    batch = ss.token_batch(model, ss.load_prompts(model, "demo").texts[:2], length=12)
+    row_of(model, batch, total=told.append, progress=done.append)
+    assert told == [sum(done)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -221,6 +232,12 @@ def test_the_first_position_is_held_against_the_median_of_the_others() -> None:
         expected.append(others.abs().amax(1).median())
         torch.testing.assert_close(ours[row, :4], torch.stack(expected))
         assert torch.equal(ours[row, 4:], at)
+    values = torch.stack([x, 2 * x.flip(1), x.flip(2)], 2)
+    expected = []
+    for row, first in ((0, 2), (1, 0)):
+        norms = values[row, first:].norm(dim=-1)
+        expected.append((norms[0] / norms[1:].median(0).values).mean())
+    torch.testing.assert_close(_drain(values, batch, 0), torch.stack(expected))
 
 
 def test_the_verdict_says_what_is_left_and_what_a_norm_makes_of_it() -> None:
@@ -231,7 +248,9 @@ def test_the_verdict_says_what_is_left_and_what_a_norm_makes_of_it() -> None:
     assert _verdict(0.6, 0.1, kept, {}, 3, True).endswith("25% stays, with keys normed anew.")
     assert "jumps" not in _verdict(0.6, 0.1, kept, {}, None, False)
     assert _verdict(0.1, 0.1, kept, {}, 3, False).startswith("No sink at position 0.")
-    assert _verdict(0.9, 0.9, kept, {}, 3, False).startswith("The prompts are too short to tell.")
+    for uniform in (0.9, 1 / SINK_RATIO):
+        words = _verdict(0.9, uniform, kept, {}, 3, False)
+        assert words.startswith("The prompts are too short to tell.")
 
 
 def test_length_and_bos_go_with_texts_or_ids_alone() -> None:
@@ -249,8 +268,10 @@ def test_a_bias_of_zeros_is_said_to_be_one() -> None:
     hf_model = tiny_gpt2()
     for block in hf_model.transformer.h:
         block.attn.c_attn.bias.data[:12] = 0
+    hf_model.transformer.h[0].ln_1.bias.data[0] = 0  # the others make a bias yet
     row = row_of(ss.load_model(hf_model), IDS)
     assert row.query_bias == "all zero"
+    assert row.effective_query_bias == "yes"
     assert "all zero" in dict(row.not_applicable)["No Query Bias"]
 
 

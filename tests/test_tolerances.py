@@ -12,6 +12,7 @@ from models import hook, tiny_gpt2
 from torch import Tensor
 
 import sinkscope as ss
+from sinkscope import guard, scores
 from sinkscope.attention import gain_of_norm, largest_error, pattern_tolerance, score_tolerance
 from sinkscope.errors import IdentityError, NotApplicableError
 from sinkscope.guard import PatternGuard
@@ -47,6 +48,7 @@ def test_patterns_hold_to_what_their_scores_and_their_softmax_round() -> None:
     thirds = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).view(1, 1, 1, 2)
     assert pattern_tolerance(1e-13, 1.0, thirds, both) == 1e-13
     assert pattern_tolerance(1e-13, 1.0, thirds * (1 - 1e-9), both) == coarse
+    assert pattern_tolerance(1e-13, 1.0, thirds * (1 + 16 * EPS[torch.float64]), both) == 1e-13
     zeros = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 1, 1, 2)
     assert pattern_tolerance(1e-13, 1.0, zeros, both) == 1e-13
     # Padding has no say.
@@ -97,6 +99,30 @@ def test_the_terms_tolerance_is_of_the_longest_query_and_key_of_one_prompt(
         expected = 64 * EPS[torch.float64] * max(1.0, largest * view.d_head**-0.5)
         assert expected > 64 * EPS[torch.float64]
         assert terms.tolerance == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_terms_patterns_hold_to_the_size_of_their_scores(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of queries and keys; in half precision that of the scores that are seen."""
+    sizes: list[tuple[float, float]] = []
+
+    def noted(of_scores: float, largest: float, pattern: Tensor, visible: Tensor) -> float:
+        sizes.append((of_scores, largest))
+        return pattern_tolerance(of_scores, largest, pattern, visible)
+
+    monkeypatch.setattr(scores, "pattern_tolerance", noted)
+    model = hook(tiny_gpt2(dtype=dtype), "bridge")
+    terms = ss.decompose_scores(model, ss.token_batch(model, [[3, 1, 4, 1, 5]]))
+    assert len(sizes) == len(terms.layers)
+    for layer, (of_scores, largest) in enumerate(sizes):
+        if dtype == torch.bfloat16:
+            seen = terms.total[:, layer].masked_fill(~terms.visible[:, layer, None], 0)
+            assert largest == pytest.approx(float(seen.abs().max()))
+        else:
+            assert largest > 1
+            assert of_scores == pytest.approx(64 * EPS[dtype] * largest, abs=0)
 
 
 def _entering(model: Any, batch: ss.TokenBatch, layer: int) -> Tensor:
@@ -172,6 +198,30 @@ def test_large_position_biases_round_and_are_no_error(dtype: torch.dtype, length
     narrow = 16 * EPS[torch.bfloat16] if dtype == torch.bfloat16 else 64 * EPS[torch.float32]
     assert narrow / 100 < terms.pattern_error <= terms.tolerance
     assert bool(ss.sink_score(model, batch, layers=0).isfinite().all())
+
+
+def test_the_guard_adds_the_largest_position_bias_to_the_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    found: list[float] = []
+
+    def noted(of_scores: float, largest: float, pattern: Tensor, visible: Tensor) -> float:
+        found.append(largest)
+        return pattern_tolerance(of_scores, largest, pattern, visible)
+
+    monkeypatch.setattr(guard, "pattern_tolerance", noted)
+    model = ss.load_model(transformers_model("bloom"))
+    view = ss.model_view(model)
+    batch = ss.token_batch(model, [list(range(1, 9))])
+    ss.patterns(model, batch, layers=0)
+    _, cache = model.run_with_cache(batch.ids)
+    sizes = [cache[view.sites.hook_name(ss.Site(kind, 0))].norm(dim=-1).amax(1) for kind in "qk"]
+    of_products = float((sizes[0] * sizes[1]).max()) * view.d_head**-0.5
+    bias = build_alibi_tensor(batch.mask.long(), view.n_heads, torch.float64)
+    assert float(bias.abs().max()) > 0.1
+    assert found == [pytest.approx(of_products + float(bias.abs().max()), abs=0)]
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
