@@ -475,6 +475,7 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0.95, help="share that must be caught")
     parser.add_argument("--out", type=Path, help="where to keep the outcomes as JSON")
     parser.add_argument("--again", action="store_true", help="also those that survived before")
+    parser.add_argument("--tests", nargs="+", choices=TESTS, help="only these of the tests")
     parser.add_argument("--trace", type=Path, help="where to keep the trace, to use it again")
     parser.add_argument("--list", action="store_true", help="only say which mutants there are")
     arguments = parser.parse_args()
@@ -498,6 +499,10 @@ def main() -> int:
     else:
         with tempfile.TemporaryDirectory() as folder:
             traced = trace(kept or Path(folder) / "trace.json")
+    if arguments.tests:
+        for module in traced["lines"].values():
+            for line, names in module.items():
+                module[line] = [n for n in names if _file(n).split("/")[0] in arguments.tests]
     known: dict[str, dict] = {}
     if arguments.out and arguments.out.exists():
         before = json.loads(arguments.out.read_text("utf-8"))

@@ -122,10 +122,12 @@ def test_attention_is_sound_in_all_blocks_or_not_at_all(most: int, visible: Tens
     pattern = scores.softmax(-1).nan_to_num(0)
     seen = visible[:, 0]
     assert _attention_is_sound(pattern, MASK, seen)
+    padding = torch.where(MASK[:, None, :, None], pattern, 1 / N)
+    assert _attention_is_sound(padding, MASK, seen), "what padding attends to is nobody's"
     hidden = ~visible & MASK[:, None, :, None]
     for place in hidden.nonzero()[:: max(1, int(hidden.sum()) // 20)].tolist():
         row, _, query, key = place
-        stray = pattern.clone()
+        stray = 0.9 * pattern  # so that no row sums to more than 1
         stray[row, 2, query, key] += 0.01
         assert not _attention_is_sound(stray, MASK, seen), place
     for spoil in (float("nan"), -2.0, 0.5):

@@ -95,6 +95,19 @@ def test_a_call_leaves_no_trace(kind: str, name: str, training: bool) -> None:
     assert fired == [1]
 
 
+def test_what_comes_back_shares_no_memory_with_the_weights(kind: str) -> None:
+    """So that an edit of a result is no edit of the model."""
+    model = hook(tiny_gpt2(), kind)
+    batch = ss.token_batch(model, IDS)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    epe = ss.extract_epe(model)
+    tensors = [epe.vectors, epe.positions, epe.mlp, ss.coordinate_alignment(model)]
+    tensors += [ss.query_bias(model, bias) for bias in ("raw", "effective")]
+    tensors += ss.decompose_scores(model, batch).terms.values()
+    tensors += [ss.patterns(model, batch), ss.source_agnostic_shift(model, batch)]
+    assert all(tensor.untyped_storage().data_ptr() not in weights for tensor in tensors)
+
+
 def test_pythons_random_state_is_left_alone() -> None:
     """Apart, since the tests' own check of types draws from it."""
     code = (
