@@ -35,6 +35,7 @@ from sinkscope.costs import (
     residual_reader,
     streaming_loss,
 )
+from sinkscope.display import percent
 from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.experiments._engine import split_by_applicability
 from sinkscope.massive import TopK
@@ -256,7 +257,7 @@ class MitigationBench(Result):
     def overview(self) -> list[tuple[str, str]]:
         removed, added = self.sink_removed, self.loss_added
         return [
-            (name, f"{removed[n]:.1%} of the sink, {added[n]:+.4f} nats")
+            (name, f"{percent(removed[n])} of the sink, {added[n]:+.4f} nats")
             for n, name in enumerate(self.names)
         ]
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sinkscope import __version__
+from sinkscope.display import percent
 from sinkscope.errors import InvalidInputError, SinkscopeError
 
 if TYPE_CHECKING:
@@ -362,8 +363,8 @@ def _print_survey(found: Survey) -> None:
         )
         jump = "" if row.jump_layer is None else f", jumps in layer {row.jump_layer}"
         print(f"residual peak {row.peak:.1f}{jump}; value drain {row.value_drain:.2f}")
-        shares = [["share of the sink's lead", name, f"{v:.1%}"] for name, v in row.score_shares]
-        left = [["left of the sink under", name, f"{value:.1%}"] for name, value in row.ablations]
+        shares = [["share of the sink's lead", name, percent(v)] for name, v in row.score_shares]
+        left = [["left of the sink under", name, percent(v)] for name, v in row.ablations]
         _print_table(["what", "of", "value"], [*shares, *left])
         for name, reason in row.not_applicable:
             _say(f"{name}: {reason}")
@@ -493,7 +494,7 @@ def _print_table1(result: Reproduction, batch: TokenBatch) -> None:
             str(row["n"]),
             f"{row['sink_score']:.4f}",
             f"{row['stderr']:.4f}",
-            f"{row['relative']:.1%}",
+            percent(row["relative"]),
             f"{row['all_layers']:.4f}",
         ]
         if result.table1.beside_published:

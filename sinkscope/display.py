@@ -56,6 +56,12 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def percent(value: float, digits: int = 1) -> str:
+    """A share in percent; what rounds to zero has no sign."""
+    text = f"{value:.{digits}%}"
+    return text.lstrip("-") if float(text[:-1]) == 0 else text
+
+
 def numbers(values: Sequence[object]) -> str:
     """A few values side by side; "none" for none."""
     return ", ".join(str(v) for v in values) or "none"

@@ -20,6 +20,7 @@ import torch
 from sinkscope import metrics
 from sinkscope.bench import MitigationBench
 from sinkscope.circuits import Survey, SurveyRow
+from sinkscope.display import percent
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.attention_maps import AttentionMaps
 from sinkscope.loading import DEMO_NAME
@@ -347,7 +348,7 @@ def _table1(run: Reproduction) -> str:
     formats: dict[str, Callable[[Any], str]] = {
         "sink_score": "{:.4f}".format,
         "stderr": "{:.4f}".format,
-        "relative": "{:.1%}".format,
+        "relative": percent,
         "all_layers": "{:.4f}".format,
         "published": "{:.4f}".format,
         "published_stderr": "{:.4f}".format,

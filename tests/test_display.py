@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sinkscope as ss
-from sinkscope.display import MAX_CELL, MAX_ROWS, html_table
+from sinkscope.display import MAX_CELL, MAX_ROWS, html_table, percent
 from sinkscope.experiments.delta import Delta
 from sinkscope.experiments.table1 import Table1
 
@@ -33,6 +33,16 @@ def test_long_tables_and_cells_are_cut_and_say_so() -> None:
     assert len(shown) == MAX_CELL
     assert shown.endswith("\N{HORIZONTAL ELLIPSIS}")
     assert "more" not in html_table("t", [(n,) for n in range(MAX_ROWS)])
+
+
+def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
+    assert [percent(x) for x in (-0.0004, 0.0, -0.0006, 0.256)] == [
+        "0.0%",
+        "0.0%",
+        "-0.1%",
+        "25.6%",
+    ]
+    assert [percent(x, 0) for x in (-0.004, -0.1, float("nan"))] == ["0%", "-10%", "nan%"]
 
 
 def test_massive_coordinates_show_index_and_value() -> None:

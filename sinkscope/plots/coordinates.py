@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from sinkscope.display import percent
 from sinkscope.errors import InvalidInputError
 from sinkscope.experiments.coordinate_alignment import CoordinateAlignment
 from sinkscope.plots._checks import as_array, index_of, layer_names
@@ -84,11 +85,11 @@ def shift_share_bars(
                 y=shown,
                 name=f"{name}: sum {total:.3g}",
                 marker={"color": colour, "line": {"width": 0}},
-                text=["" if number else _percent(share) for share in shares],
+                text=["" if number or np.isnan(s) else percent(s, 0) for s in shares],
                 textposition="outside",
                 textfont={"size": 11},
                 cliponaxis=False,
-                customdata=["" if np.isnan(share) else f" ({share:.1%})" for share in shares],
+                customdata=["" if np.isnan(share) else f" ({percent(share)})" for share in shares],
                 hovertemplate="%{x}: %{y:.4g}%{customdata}",
             )
         )
@@ -161,10 +162,6 @@ def _shares(shown: Sequence[float], total: float) -> list[float]:
     """Of the total, NaN where the parts cancel to almost nothing."""
     meant = abs(total) > 0.05 * sum(abs(v) for v in shown)
     return [v / total if meant else float("nan") for v in shown]
-
-
-def _percent(share: float) -> str:
-    return "" if np.isnan(share) else f"{share:.0%}".replace("-0%", "0%")
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
