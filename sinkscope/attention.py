@@ -143,13 +143,13 @@ class Block:
     keys: slice
 
     def of(self, tensor: Shaped[Tensor, "rows head query key"]) -> Tensor:
-        """The block of a tensor, of which axes of size 1 stay as they are."""
-        batch, _, queries, keys = tensor.shape
+        """The block of a tensor; its rows and queries stay as they are where there is but one."""
+        batch, _, queries, _ = tensor.shape
         return tensor[
             self.rows if batch > 1 else slice(None),
             :,
             self.queries if queries > 1 else slice(None),
-            self.keys if keys > 1 else slice(None),
+            self.keys,
         ]
 
 

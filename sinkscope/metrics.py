@@ -92,9 +92,7 @@ def received_attention(
     _lengths(mask)
     visible = causal_visibility(mask) if visible is None else visible
     seen = visible[:, None]
-    return pattern.masked_fill(~seen, 0).sum(2) / seen.sum(2).to(pattern.dtype).masked_fill(
-        seen.sum(2) == 0, NAN
-    )
+    return pattern.masked_fill(~seen, 0).sum(2) / seen.sum(2).to(pattern.dtype)  # 0 / 0 is NaN
 
 
 def sink_rate(
@@ -135,9 +133,8 @@ def sink_position(
 def _masked_mean(
     values: Float[Tensor, "batch head pos"], keep: Bool[Tensor, "batch one pos"]
 ) -> Float[Tensor, "batch head"]:
-    """Mean over kept positions, NaN where none is kept."""
-    count = keep.sum(-1).to(values.dtype)
-    return values.masked_fill(~keep, 0).sum(-1) / count.masked_fill(count == 0, NAN)
+    """Mean over kept positions, NaN (0 / 0) where none is kept."""
+    return values.masked_fill(~keep, 0).sum(-1) / keep.sum(-1).to(values.dtype)
 
 
 def _lengths(mask: Mask) -> Rows:

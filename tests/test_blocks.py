@@ -10,7 +10,8 @@ from torch import Tensor
 import sinkscope as ss
 from sinkscope import attention
 from sinkscope.attention import Block, ScoreRule, blocks, errors_by_head, sees_any
-from sinkscope.measures import _attention_is_sound
+from sinkscope.errors import IdentityError
+from sinkscope.measures import _attention_is_sound, _refuse_stray_attention
 from sinkscope.metrics import causal_visibility, full_visibility
 
 N = 9
@@ -137,6 +138,19 @@ def test_attention_is_sound_in_all_blocks_or_not_at_all(most: int, visible: Tens
     empty = pattern.clone()
     empty[0, :, 4] = 0
     assert not _attention_is_sound(empty, MASK, seen)
+
+
+def test_what_is_unsound_is_named_and_padding_may_hold_nan(visible: Tensor) -> None:
+    seen = visible[:, 0]
+    pattern = torch.where(visible, drawn(4, HEADS, N, N), -torch.inf).softmax(-1)
+    pattern = pattern.masked_fill(~seen.any(-1)[:, None, :, None], torch.nan)
+    _refuse_stray_attention(pattern, MASK, seen, 0)
+    hidden = (~visible & MASK[:, None, :, None]).nonzero()
+    for row, _, query, key in hidden[:: max(1, len(hidden) // 5)].tolist():
+        stray = 0.9 * pattern
+        stray[row, 2, query, key] = 0.04
+        with pytest.raises(IdentityError, match=r"In layer 3 .*should not see.*Got: .* 4\.00e-02"):
+            _refuse_stray_attention(stray, MASK, seen, 3)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "bert"])

@@ -62,3 +62,9 @@ def test_cosine_does_not_depend_on_length(size: float) -> None:
     b = torch.tensor([[4.0, 3.0, 0.0], [0.0, -2.0, 0.0]], dtype=torch.float16) * size
     assert metrics.cosine(a, b).tolist() == pytest.approx([0.96, -1.0], abs=3e-3)
     assert bool(metrics.cosine(a, 0 * b).isnan().all())
+
+
+def test_a_rate_counts_what_is_above_its_threshold() -> None:
+    received = torch.tensor([[[0.25, 0.9], [0.5, 0.9]]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert metrics.sink_rate(received, mask, eps=0.25).tolist() == [[0.0, 1.0]]
