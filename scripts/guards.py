@@ -717,7 +717,7 @@ REMOVALS = (
     removal(
         29,
         "NaN where no query sees the key",
-        ("metrics.py", "count.masked_fill(count == 0, NAN)", "count.clamp_min(1)"),
+        ("metrics.py", "keep.sum(-1).to(values.dtype)", "keep.sum(-1).clamp_min(1)"),
     ),
     removal(
         30,
