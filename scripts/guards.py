@@ -236,7 +236,7 @@ REMOVALS = (
         "positions count from each row's first token",
         (
             "ablations.py",
-            "return cls(RowPositions(batch.mask if batch is not None and masked else None))",
+            "return cls(RowPositions(mask))",
             "return cls(RowPositions(None))",
         ),
     ),

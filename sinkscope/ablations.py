@@ -181,8 +181,8 @@ class EditContext:
         """A fresh context for a batch."""
         if batch is not None:
             require_batch(batch)
-        masked = batch is not None and not bool(batch.mask.all())
-        return cls(RowPositions(batch.mask if batch is not None and masked else None))
+        mask = None if batch is None or bool(batch.mask.all()) else batch.mask
+        return cls(RowPositions(mask))
 
 
 class Ablation(ABC):

@@ -31,6 +31,7 @@ from sinkscope.ablations import (
     ZeroRandomKeyColumns,
     ZeroToken,
     _overflows,
+    unit_vector,
     within_range,
 )
 from sinkscope.errors import EditError, InvalidInputError, NoEffectWarning
@@ -603,6 +604,13 @@ def test_numbers_are_refused_where_a_vector_of_them_has_no_finite_size(model: An
     edit = ablations.Edit(ss.Site("mlp_out", 0), lambda tensor, hook: tensor)
     assert within_range(edit, 1.0, -1.0) is edit
     assert within_range(edit, 0.5, 1.01) is not edit
+
+
+def test_a_vector_of_zeros_has_no_direction() -> None:
+    assert unit_vector(torch.tensor([0.0, 2.0]), "it").tolist() == [0.0, 1.0]
+    for vector in (torch.zeros(2), torch.tensor([1.0, torch.nan])):
+        with pytest.raises(EditError, match="it is zero and has no direction"):
+            unit_vector(vector, "it")
 
 
 def test_an_edit_without_effect_is_reported(model: Any, batch: ss.TokenBatch) -> None:

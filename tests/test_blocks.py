@@ -145,6 +145,10 @@ def test_what_is_unsound_is_named_and_padding_may_hold_nan(visible: Tensor) -> N
     pattern = torch.where(visible, drawn(4, HEADS, N, N), -torch.inf).softmax(-1)
     pattern = pattern.masked_fill(~seen.any(-1)[:, None, :, None], torch.nan)
     _refuse_stray_attention(pattern, MASK, seen, 0)
+    wrong = pattern.clone()
+    wrong[3, 1, 8, 8] = torch.nan
+    with pytest.raises(IdentityError, match=r"NaN in the attention of tokens.*Got: 1 NaN"):
+        _refuse_stray_attention(wrong, MASK, seen, 3)
     hidden = (~visible & MASK[:, None, :, None]).nonzero()
     for row, _, query, key in hidden[:: max(1, len(hidden) // 5)].tolist():
         stray = 0.9 * pattern

@@ -36,6 +36,7 @@ from sinkscope.errors import (
     ProcessedWeightsError,
     SinkscopeError,
 )
+from sinkscope.mitigations import ScaleQueryBias
 
 PARTS = ("Expected: ", "Got: ", "To fix it: ")
 
@@ -301,6 +302,14 @@ def test_folded_weights_are_refused_with_a_way_out(name: str, kind: str) -> None
     message = str(caught.value)
     assert all(part in message for part in PARTS)
     assert "load_model" in message
+
+
+@pytest.mark.parametrize(("factor", "word"), [(0.0, "Zeroing"), (0.5, "Scaling")])
+def test_what_is_done_to_the_bias_is_named(factor: float, word: str, kind: str) -> None:
+    folded = hook(tiny_gpt2(), kind, fold_ln=True)
+    batch = ss.token_batch(folded, torch.arange(12).reshape(2, 6))
+    with pytest.raises(ProcessedWeightsError, match=f"{word} the query bias"):
+        ss.sink_score(folded, batch, ScaleQueryBias(factor))
 
 
 # --- wrong types, without the checks that the tests switch on ------------------------------

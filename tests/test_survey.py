@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from architectures import CONFIGS, IDS, attentions, transformers_model
 from models import tiny_gpt2
 
 import sinkscope as ss
+from sinkscope.capture import stream
 from sinkscope.circuits import (
     JUMP_MLP,
     MASSIVE_KEYS,
     PEAK,
+    SHARE_OF_COORDINATES,
     SurveyRow,
     _drain,
     _first_and_others,
     _Found,
+    _LeadReader,
     _verdict,
     lead_weights,
 )
@@ -146,6 +150,26 @@ def test_shares_are_each_term_s_part_in_the_lead() -> None:
     shares = dict(row_of(model, batch).score_shares)
     for name in sums:
         assert shares[name] == pytest.approx(sums[name] / whole, abs=1e-6)
+    reader = _LeadReader(view, tuple(layers), ())
+    stream(view, batch, [reader], batch_size=1)
+    assert reader.parts == pytest.approx(sums, abs=1e-6)
+    assert reader.whole == pytest.approx(whole, abs=1e-6)
+
+
+def test_nothing_is_left_of_a_score_of_0() -> None:
+    """Position 0's score is so far below the others' that its share of attention is 0."""
+    hf_model = tiny_gpt2(n_layers=1, dtype=torch.float32)
+    attn = hf_model.transformer.h[0].attn.c_attn
+    attn.weight.data[:, :24] = attn.bias.data[:24] = 0
+    attn.weight.data[0, 12:24:4] = 1  # keys are n[0], ...
+    attn.bias.data[0:12:4] = -1e4  # ... which queries dislike
+    hf_model.transformer.wpe.weight.data[:, 0] = -100
+    hf_model.transformer.wpe.weight.data[0, 0] = 100
+    row = row_of(ss.load_model(hf_model), IDS)
+    assert row.sink_score == 0
+    left = dict(row.ablations)
+    assert "No Query Bias" in left
+    assert all(math.isnan(share) for share in left.values())
 
 
 def test_lead_weights_leave_out_queries_that_see_nothing_else() -> None:
@@ -161,9 +185,6 @@ def test_lead_weights_leave_out_queries_that_see_nothing_else() -> None:
 
 def test_the_coordinates_share_is_what_the_keys_have_of_them() -> None:
     """With all coordinates it is the whole, up to the part of b_K."""
-    from sinkscope.capture import stream
-    from sinkscope.circuits import SHARE_OF_COORDINATES, _LeadReader
-
     for hf_model in (tiny_gpt2(), transformers_model("qwen3"), transformers_model("qwen2")):
         view = ss.model_view(ss.load_model(hf_model))
         batch = ss.token_batch(view, IDS)

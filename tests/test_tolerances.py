@@ -186,6 +186,24 @@ def test_rows_sum_to_1_or_less_where_something_takes_the_rest(
         guard.read(ss.Site("pattern", 1), pattern, batch)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "units"), [(torch.float64, 2**35), (torch.float32, 64), (torch.bfloat16, 16)]
+)
+def test_sums_of_rows_hold_to_units_of_their_precision(dtype: torch.dtype, units: int) -> None:
+    """float64 to those of float32, in which many models compute their softmax."""
+    view = ss.model_view(ss.load_model(transformers_model("gpt2", dtype=dtype)))
+    batch = ss.token_batch(view, [[1, 2]])
+    for share, passes in ((0.5, True), (2, False)):
+        pattern = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype).repeat(1, view.n_heads, 1, 1)
+        pattern[0, 0, 0, 0] += share * units * torch.finfo(dtype).eps
+        guard = PatternGuard(view, [0])
+        if passes:
+            guard.read(ss.Site("pattern", 0), pattern, batch)
+            continue
+        with pytest.raises(IdentityError, match="does not sum to 1"):
+            guard.read(ss.Site("pattern", 0), pattern, batch)
+
+
 @pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 400), (torch.float64, 1800)])
 def test_large_position_biases_round_and_are_no_error(dtype: torch.dtype, length: int) -> None:
     """ALiBi's scores grow with the prompt, and with them what BLOOM's own softmax rounds."""
@@ -233,7 +251,7 @@ def test_a_norm_that_takes_the_mean_off_is_no_factor_whatever_its_gain(size: flo
     by_rms = before / before.pow(2).mean(-1, keepdim=True).sqrt() * gain
     by_std = torch.nn.functional.layer_norm(before, (16,), gain)
     rounded = by_rms * (1 + 0.02 * torch.randn(by_rms.shape, generator=generator))
-    for after in (by_rms, rounded):
+    for after in (by_rms, rounded, 0 * by_rms):
         view._require_rms(before, gain_of_norm(before, after), (-1,))
     with pytest.raises(NotApplicableError, match="no RMS norms"):
         view._require_rms(before, gain_of_norm(before, by_std), (-1,))
