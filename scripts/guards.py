@@ -306,7 +306,7 @@ REMOVALS = (
     removal(
         14,
         "W_Q comes first",
-        ("model.py", "return self.block(layer).attn.W_Q.detach()", "return self.W_K(layer)"),
+        ("model.py", 'return self._projection(layer, "W_Q")', "return self.W_K(layer)"),
     ),
     removal(
         14,

@@ -40,6 +40,7 @@ class Rotation:
         cos: `[batch pos d_rotary]`, batch of size 1 where rows agree.
         sin: the same shape.
         adjacent: coordinates 2m and 2m + 1 are a pair (GPT-J); otherwise m and m + d_rotary/2.
+        rounds: the model rounds queries and keys to float32 as it turns them.
 
     Source: Su et al. 2021, "RoFormer".
     """
@@ -47,6 +48,7 @@ class Rotation:
     cos: Float[Tensor, "rows pos d_rotary"]
     sin: Float[Tensor, "rows pos d_rotary"]
     adjacent: bool = False
+    rounds: bool = False
 
     def __call__(self, x: Float[Tensor, "batch head pos d_head"]) -> Tensor:
         """`[batch head pos d_head]`, every position turned by its own angle."""
@@ -85,6 +87,11 @@ class ScoreRule:
     position_bias: Float[Tensor, "rows head query key"] | None = None
     soft_cap: float | None = None
     sink_logits: Float[Tensor, " head"] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is computed in the model's own dtype."""
+        return self.rotation is None or not self.rotation.rounds
 
     def queries(self, q: Float[Tensor, "batch head pos d_head"]) -> Tensor:
         """Queries, or a part of them, as they enter the dot product."""
@@ -183,7 +190,7 @@ def gain_of_norm(
     before: Float[Tensor, "batch pos head d_head"], after: Float[Tensor, "batch pos head d_head"]
 ) -> Float[Tensor, "batch head pos d_head"]:
     """What a norm multiplied every entry by: its scale and gain, held at the values of a run."""
-    gain = torch.where(before == 0, 0, after / before.where(before != 0, torch.ones_like(before)))
+    gain = torch.where(before == 0, 0, after / before)
     return gain.transpose(1, 2)
 
 
@@ -205,15 +212,16 @@ def at_least_single(tensor: Tensor) -> Tensor:
 # --- what is held against a model ---------------------------------------------------------
 
 
-def score_tolerance(dtype: torch.dtype, size: float, live: bool) -> float:
+def score_tolerance(dtype: torch.dtype, size: float, exact: bool) -> float:
     """How far scores made anew may be off the model's: `factor eps max(1, size)`.
 
     Args:
         dtype: of the model.
         size: the largest `scale |q||k|`.
-        live: false where attention is left to transformers, which may compute it in float32.
+        exact: false where a part may be computed in float32, as in attention that is left to
+            transformers.
     """
-    eps = eps_of(dtype) if live else max(eps_of(dtype), eps_of(torch.float32))
+    eps = eps_of(dtype) if exact else max(eps_of(dtype), eps_of(torch.float32))
     return (HALF_FACTOR if is_half(dtype) else TOLERANCE_FACTOR) * eps * max(1.0, size)
 
 

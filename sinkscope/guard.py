@@ -117,7 +117,7 @@ class PatternGuard:
         else:
             sizes = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
             size = abs(rule.scale) * float(sizes.amax()) + rule.largest_bias()
-            of_scores = score_tolerance(pattern.dtype, size, self._live)
+            of_scores = score_tolerance(pattern.dtype, size, self._live and rule.exact)
         allowed = pattern_tolerance(of_scores, size, pattern, visible)
         largest_error(
             errors,

@@ -21,13 +21,14 @@ from sinkscope._types import Ids, Layers, Mask, Residual
 from sinkscope.attention import Rotation, ScoreRule, gain_of_norm
 from sinkscope.display import HtmlTable
 from sinkscope.errors import (
+    IdentityError,
     InvalidInputError,
     NotApplicableError,
     ProcessedWeightsError,
     SinkscopeError,
 )
 from sinkscope.metrics import causal_visibility, full_visibility, position_ids
-from sinkscope.parts import Parts, find_parts, sink_logits_of, weight_of
+from sinkscope.parts import Parts, find_parts, projects, sink_logits_of, weight_of
 from sinkscope.sites import Site, SiteMap, site_map
 
 if TYPE_CHECKING:
@@ -99,8 +100,11 @@ class ModelView(HtmlTable):
         n_heads = int(cfg.n_heads)
         parts = find_parts(model)
         sites = site_map(lambda name: _hook_point(model, name) is not None)
-        if not parts.learned_positions:  # the hook may be there, and is never called
-            sites = replace(sites, names={k: n for k, n in sites.names.items() if k != "pos_embed"})
+        # Hooks that are there, but never called, or show tensors of another shape.
+        others = set() if parts.learned_positions else {"pos_embed"}
+        others |= set() if projects(model) else {"q", "k", "v"}
+        known = {kind: name for kind, name in sites.names.items() if kind not in others}
+        sites = replace(sites, names=known)
         return cls(
             model=model,
             sites=sites,
@@ -166,11 +170,11 @@ class ModelView(HtmlTable):
 
     def W_Q(self, layer: int) -> Float[Tensor, "head d_model d_head"]:
         """The query weights of a layer, without the score's scale."""
-        return self.block(layer).attn.W_Q.detach()
+        return self._projection(layer, "W_Q")
 
     def W_K(self, layer: int) -> Float[Tensor, "head d_model d_head"]:
         """The key weights of a layer; heads that share keys get the same matrix each."""
-        return self._per_query_head(self.block(layer).attn.W_K.detach())
+        return self._per_query_head(self._projection(layer, "W_K"))
 
     def key_weights(self, layer: int) -> Float[Tensor, "kv_head d_model d_head"]:
         """`W_K` with one matrix for each key head, as the hook of `k` has them."""
@@ -183,13 +187,25 @@ class ModelView(HtmlTable):
             NotApplicableError: the model has no query bias.
         """
         self.require_query_bias()
-        return self.block(layer).attn.b_Q.detach()
+        return self._projection(layer, "b_Q")
 
     def b_K(self, layer: int) -> Float[Tensor, "head d_head"] | None:
         """The key bias, or None where the model has none (its terms are then not there)."""
         if not self.parts.key_bias:
             return None
-        return self._per_query_head(self.block(layer).attn.b_K.detach())
+        return self._per_query_head(self._projection(layer, "b_K"))
+
+    def _projection(self, layer: int, name: str) -> Tensor:
+        try:
+            weight: Tensor = getattr(self.block(layer).attn, name)
+        except NotImplementedError as error:  # the bridge's word for compressed projections
+            raise NotApplicableError(
+                f"Not applicable: this model's attention has no {name}",
+                expected="queries and keys that are projections of what enters the attention",
+                got=self.name,
+                fix="use measures of the pattern",
+            ) from error
+        return weight.detach()
 
     def _per_query_head(self, weight: Float[Tensor, "kv_head ..."]) -> Float[Tensor, "head ..."]:
         return weight.repeat_interleave(self.n_heads // weight.shape[0], dim=0)
@@ -866,18 +882,33 @@ def register_model_view(predicate: Predicate, builder: Builder) -> Callable[[], 
 
 
 def _hooked_rotation(cfg: Any, hf_config: Any, d_head: int, seen: Mapping[str, Tensor]) -> Rotation:
-    """The rotation of a bridge that hooks cosines and sines, in the layout the bridge reads."""
+    """The rotation of a bridge that hooks cosines and sines, in the layout the bridge reads.
+
+    It rounds queries and keys of adjacent pairs to float32.
+
+    Raises:
+        IdentityError: the bridge reads them in another layout than the model's.
+    """
     cos, sin = seen["rotary_cos"], seen["rotary_sin"]
     if getattr(cfg, "rotary_interleaved_cos_sin", False):
-        return Rotation(cos, sin, adjacent=True)
+        return Rotation(cos, sin, adjacent=True, rounds=True)
     if getattr(cfg, "rotary_adjacent_pairs", False):
         half = cos.shape[-1] // 2
         cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
-        return Rotation(cos, sin, adjacent=True)
+        return Rotation(cos, sin, adjacent=True, rounds=True)
     rope = getattr(hf_config, "rope_parameters", None) or {}
     share = rope.get("partial_rotary_factor", getattr(hf_config, "rotary_pct", 1.0))
     if 2 * cos.shape[-1] == d_head and share == 1.0:  # gpt-oss: one column for each pair
         cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+    first, second = cos.tensor_split(2, -1)
+    if not torch.equal(first, second):
+        raise IdentityError(
+            "This model's queries are not turned as its angles are laid out",
+            expected="one angle for both coordinates of each pair, m and m + d_rotary/2",
+            got="angles of another order, as for pairs of neighbours",
+            fix="take a transformer-lens that knows this model's rotary positions: this one runs "
+            "another model than the authors'",
+        )
     return Rotation(cos, sin)
 
 

@@ -83,7 +83,18 @@ def _has_bias(model: Any, projection: str, name: str) -> bool:
     if all(hasattr(attention, projection) for attention in attentions):
         biases = [getattr(getattr(a, projection), "bias", None) for a in attentions]
         return all(isinstance(bias, Tensor) for bias in biases)
+    if not projects(model):
+        return False
     return any(bool(getattr(a, name).detach().any()) for a in attentions if hasattr(a, name))
+
+
+def projects(model: Any) -> bool:
+    """Whether a query is one projection of what enters, and not compressed on the way (MLA)."""
+    try:
+        getattr(getattr(model.blocks[0], "attn", None), "W_Q", None)
+    except NotImplementedError:  # the bridge's word for it
+        return False
+    return True
 
 
 def _processed(model: Any, normalization: str) -> tuple[str, ...]:

@@ -248,7 +248,13 @@ def reproduce(
             store=store,
         )
         results: dict[str, Any] = dict.fromkeys((*optional, *made))
-        results |= {name: experiment.result() for name, experiment in made.items()}
+        for name, experiment in made.items():
+            try:
+                results[name] = experiment.result()
+            except NotApplicableError as error:
+                if name not in optional:
+                    raise
+                not_applicable[name] = str(error)  # as only a run can tell
         reproduction = Reproduction(
             provenance=record,
             not_applicable=not_applicable,

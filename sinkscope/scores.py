@@ -399,7 +399,8 @@ class IdentityReader:
         content, *others = terms.values()
         self._total = sum(others, content)
         self._size = size
-        self._tolerance = score_tolerance(attn_in.dtype, size, self._live)
+        exact = self._live and self._rule.exact
+        self._tolerance = score_tolerance(attn_in.dtype, size, exact)
         self.tolerance = max(self.tolerance, self._tolerance)
 
     def take(self, start: int) -> Part:

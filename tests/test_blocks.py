@@ -145,6 +145,7 @@ def test_what_is_unsound_is_named_and_padding_may_hold_nan(visible: Tensor) -> N
     pattern = torch.where(visible, drawn(4, HEADS, N, N), -torch.inf).softmax(-1)
     pattern = pattern.masked_fill(~seen.any(-1)[:, None, :, None], torch.nan)
     _refuse_stray_attention(pattern, MASK, seen, 0)
+    _refuse_stray_attention(torch.where(seen.any(-1)[:, None, :, None], pattern, 1), MASK, seen, 0)
     wrong = pattern.clone()
     wrong[3, 1, 8, 8] = torch.nan
     with pytest.raises(IdentityError, match=r"NaN in the attention of tokens.*Got: 1 NaN"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from architectures import IDS, attentions, transformers_model
-from models import hook, tiny_gpt2
+from models import HAS_HOOKED_TRANSFORMER, hook, tiny_gpt2
+from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.ablations import Ablation, LiftCausalMask, SwapEPE, ZeroQueryBias
@@ -20,6 +23,7 @@ from sinkscope.errors import (
     NotApplicableError,
     SinkscopeError,
 )
+from sinkscope.model import _hooked_rotation
 from sinkscope.report import write_all
 
 NAMES = ("gpt_neo", "opt", "pythia", "bloom", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss")
@@ -190,3 +194,146 @@ def test_nan_in_patterns_is_an_error() -> None:
     broken = Ablation.from_hook(ss.Site("resid_pre", 1), lambda x, hook: x * float("nan"))
     with pytest.raises(IdentityError, match="gives NaN in the attention"):
         ss.patterns(model, ss.token_batch(model, IDS), broken)
+
+
+# --- families that differ in one thing, beside those of `CONFIGS` ---------------------------
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def made(config: Any, kind: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A transformers model of ordinary size in all its weights."""
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = kind(config).eval()
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model.to(dtype)
+
+
+ADJACENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "Cohere": (transformers.CohereConfig, transformers.CohereForCausalLM, {}),
+    "GLM": (transformers.GlmConfig, transformers.GlmForCausalLM, {"head_dim": 8}),
+    "ERNIE": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM, {"head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ADJACENT)
+def test_neighbours_that_turn_together(name: str, dtype: torch.dtype) -> None:
+    """Or, where this TransformerLens turns others together, an error and no numbers."""
+    config, kind, options = ADJACENT[name]
+    model = made(config(**SMALL, **options), kind, dtype)
+    own = attentions(model)
+    view = ss.model_view(ss.load_model(model))
+    batch = ss.token_batch(view, IDS)
+    if name == "Cohere" and HAS_HOOKED_TRANSFORMER:
+        with pytest.raises(IdentityError, match="not turned as its angles are laid out"):
+            ss.sink_score(view, batch)
+        return
+    torch.testing.assert_close(ss.patterns(view, batch), own, rtol=0, atol=1e-5)
+    terms = ss.decompose_scores(view, batch)
+    assert terms.max_error < 1e-5
+    assert terms.pattern_error < 1e-6
+
+
+def test_angles_of_another_layout_are_found_out() -> None:
+    angles = torch.arange(4.0).view(1, 1, 4)
+    halves, neighbours = torch.cat((angles, angles), -1), angles.repeat_interleave(2, -1)
+    x = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+    moved = x.unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2)
+
+    def turned(angles: Tensor, x: Tensor, **cfg: bool) -> Tensor:
+        seen = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        return _hooked_rotation(SimpleNamespace(**cfg), None, 8, seen)(x)
+
+    by_halves = turned(halves, moved).unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2)
+    pairs = torch.view_as_complex(x.unflatten(-1, (4, 2)))
+    expected = torch.view_as_real(pairs * torch.polar(torch.ones(4), angles)).flatten(-2)
+    torch.testing.assert_close(by_halves, expected)
+    torch.testing.assert_close(turned(halves, x, rotary_adjacent_pairs=True), expected)
+    torch.testing.assert_close(turned(neighbours, x, rotary_interleaved_cos_sin=True), expected)
+    with pytest.raises(IdentityError, match="not turned as its angles are laid out"):
+        turned(neighbours, x)
+
+
+LATENT = {
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+UNKNOWN: dict[str, tuple[Any, Any, str]] = {
+    "DeepSeek": (
+        transformers.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, **LATENT),
+        transformers.DeepseekV3ForCausalLM,
+        "no W_Q",
+    ),
+    "HunYuan": (
+        transformers.HunYuanDenseV1Config(**SMALL, head_dim=8),
+        transformers.HunYuanDenseV1ForCausalLM,
+        "norms queries and keys after turning them",
+    ),
+    "MPT": (
+        transformers.MptConfig(vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
+        transformers.MptForCausalLM,
+        "does not show its ALiBi term",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_scores_of_an_unknown_kind_are_left_out_and_patterns_are_read(name: str) -> None:
+    config, kind, reason = UNKNOWN[name]
+    model = made(config, kind)
+    own = attentions(model)
+    view = ss.model_view(ss.load_model(model))
+    batch = ss.token_batch(view, IDS)
+    if name == "HunYuan" and HAS_HOOKED_TRANSFORMER:
+        pytest.skip("TransformerLens 3 norms its queries before it turns them")
+    torch.testing.assert_close(ss.patterns(view, batch), own, rtol=0, atol=1e-5)
+    with pytest.raises(NotApplicableError, match=reason):
+        ss.decompose_scores(view, batch)
+    result = ss.reproduce(view, batch)
+    assert reason in result.not_applicable["score_terms"]
+    assert result.score_terms is None
+    assert result.table1 is not None
+    (row,) = ss.survey(view, batch).rows
+    assert reason in dict(row.not_applicable)["score shares"]
+
+
+def test_as_many_positions_as_key_heads() -> None:
+    """Axes of one size are not one axis."""
+    model = transformers_model("llama")
+    short = IDS[:, : model.config.num_key_value_heads]
+    view = ss.model_view(ss.load_model(transformers_model("llama")))
+    ours = ss.patterns(view, ss.token_batch(view, short))
+    torch.testing.assert_close(ours, attentions(model, short), rtol=0, atol=1e-6)
+
+
+def test_a_first_mlp_that_gives_more_than_its_output() -> None:
+    """gpt-oss' gives the scores of its router as well."""
+    model = transformers_model("gpt_oss")
+    x = torch.randn(1, 3, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, _ = model.model.layers[0].mlp(x)
+    view = ss.model_view(ss.load_model(transformers_model("gpt_oss")))
+    torch.testing.assert_close(view.first_mlp(x), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,14 +14,16 @@ from torch import Tensor
 from sinkscope._types import Mask
 from sinkscope.ablations import Composition
 from sinkscope.attention import ScoreRule
-from sinkscope.capture import Part, Progress
+from sinkscope.capture import Part, Progress, stream
 from sinkscope.display import number
+from sinkscope.errors import NotApplicableError
 from sinkscope.experiments._engine import Request, run_experiments, to_numpy, token_texts
 from sinkscope.metrics import NAN
 from sinkscope.model import ModelView, model_view
 from sinkscope.prompts import TokenBatch, require_batch
 from sinkscope.results import Result
 from sinkscope.scores import TERMS, IdentityReader
+from sinkscope.sites import Site
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -106,6 +109,10 @@ class _QueryReader(IdentityReader):
         self._now: dict[str, Tensor] = {}
         self.kept: Part = {}
 
+    def read(self, site: Site, tensor: Tensor, chunk: TokenBatch) -> None:
+        with suppress(NotApplicableError):  # said in the end: other experiments read this run too
+            super().read(site, tensor, chunk)
+
     def _keep(self, layer: int, terms: Mapping[str, Tensor], rule: ScoreRule) -> None:
         n = terms["content"].shape[-1]
         keys = self._keys.to(terms["content"].device)
@@ -141,6 +148,7 @@ class ScoreTermsExperiment:
     def __init__(self, view: ModelView, batch: TokenBatch) -> None:
         require_batch(batch)
         self._view = view
+        self._first = batch.select([0])
         columns = batch.mask[0].nonzero()[:, 0]
         self._query = len(columns) - 1
         self._tokens = token_texts(view, batch, 0)
@@ -150,6 +158,13 @@ class ScoreTermsExperiment:
         return [(Composition(), self._reader)]
 
     def result(self) -> QueryTerms:
+        """The terms that were read.
+
+        Raises:
+            NotApplicableError: the model computes its scores in a way that is not known here.
+        """
+        if not self._reader.kept.keys() - {"errors"}:  # a run without the others' says why
+            stream(self._view, self._first, [IdentityReader(self._view, (0,))])
         names = tuple(name for name in TERMS if f"{name}.0" in self._reader.kept)
         return QueryTerms(
             terms=to_numpy(torch.stack([self._reader.stacked(name) for name in names])),
