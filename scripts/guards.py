@@ -313,7 +313,7 @@ REMOVALS = (
         "b_K comes second",
         (
             "model.py",
-            "return self._per_query_head(self.block(layer).attn.b_K.detach())",
+            'return self._per_query_head(self._projection(layer, "b_K"))',
             "return self.b_Q(layer)",
         ),
     ),
@@ -322,8 +322,8 @@ REMOVALS = (
         "weights are (in, out)",
         (
             "model.py",
-            "return self._per_query_head(self.block(layer).attn.W_K.detach())",
-            "W_K = self.block(layer).attn.W_K.detach()\n"
+            'return self._per_query_head(self._projection(layer, "W_K"))',
+            'W_K = self._projection(layer, "W_K")\n'
             "        joint = W_K.transpose(0, 1).reshape(self.d_model, -1)\n"
             "        return joint.T.reshape(self.d_model, self.n_heads, -1).transpose(0, 1)",
         ),
@@ -356,10 +356,10 @@ REMOVALS = (
         "no query bias is not a bias of zeros",
         (
             "model.py",
-            "        self.require_query_bias()\n        return self.block(layer).attn.b_Q.detach()",
+            '        self.require_query_bias()\n        return self._projection(layer, "b_Q")',
             "        if not self.parts.query_bias:\n"
             "            return torch.zeros(self.n_heads, self.d_head)\n"
-            "        return self.block(layer).attn.b_Q.detach()",
+            '        return self._projection(layer, "b_Q")',
         ),
     ),
     removal(
