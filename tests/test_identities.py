@@ -17,6 +17,8 @@ from models import hook, tiny_gpt2
 from torch import Tensor
 
 import sinkscope as ss
+from sinkscope.capture import stream
+from sinkscope.scores import IdentityReader
 
 EXACT = 1e-10
 few = settings(
@@ -483,3 +485,13 @@ def test_missing_mass_is_refused_and_its_tolerance_told(kind: str) -> None:
     terms = ss.decompose_scores(model, batch)
     assert 1e-8 < terms.pattern_error <= terms.tolerance < 1e-4
     assert terms.max_error < EXACT
+
+
+def test_errors_that_were_stored_are_taken_up_as_they_were() -> None:
+    view = ss.model_view(hook(tiny_gpt2(), "bridge"))
+    reader, again = (IdentityReader(view, (0, 1)) for _ in range(2))
+    stream(view, ss.token_batch(view, [[1, 2, 3, 4, 5]]), [reader])
+    again.add(0, reader.take(0))
+    errors = [(r.max_error, r.pattern_error, r.tolerance) for r in (reader, again)]
+    assert errors[0] == errors[1]
+    assert len(set(errors[0])) == 3

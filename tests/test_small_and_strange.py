@@ -11,7 +11,7 @@ from models import hook, tiny_gpt2
 
 import sinkscope as ss
 from sinkscope import mitigations as mi
-from sinkscope.ablations import ZeroQueryBias
+from sinkscope.ablations import ZeroQueryBias, ZeroRandomKeyColumns
 from sinkscope.cli import main
 from sinkscope.errors import InvalidInputError, NotApplicableError
 from sinkscope.verdict import mitigation_verdict, verdict
@@ -34,6 +34,24 @@ def test_a_model_of_one_layer_has_numbers_everywhere(kind: str) -> None:
     assert ss.survey(one, batch).rows[0].sink_score == pytest.approx(own)
     sweep = ss.head_sweep(one, batch, ZeroQueryBias())
     assert sweep.summary()["layer_sink"].shape == (1,)
+
+
+def test_a_model_has_its_own_name_or_its_class(model: Any) -> None:
+    assert ss.model_view(model).name == model.cfg.model_name != type(model).__name__
+    unnamed = hook(tiny_gpt2(), "bridge")
+    unnamed.cfg.model_name = None
+    assert ss.model_view(unnamed).name == type(unnamed).__name__
+
+
+@pytest.mark.parametrize("values", [{"n": 0}, {"n": 1.0}, {"seed": 1.5}, {"n": True}])
+def test_columns_are_drawn_by_whole_numbers(model: Any, values: dict[str, Any]) -> None:
+    view = ss.model_view(model)
+    assert [len(row) for row in ZeroRandomKeyColumns(n=1).draws(view)] == [1] * view.n_layers
+    wrong = ZeroRandomKeyColumns()
+    for name, value in values.items():
+        object.__setattr__(wrong, name, value)  # past the tests' own checks of types
+    with pytest.raises(InvalidInputError, match="drawn by two whole numbers"):
+        wrong.draws(view)
 
 
 def test_what_is_no_logits_has_no_loss(model: Any) -> None:

@@ -269,6 +269,7 @@ def test_the_verdict_says_what_is_left_and_what_a_norm_makes_of_it() -> None:
     assert _verdict(0.6, 0.1, kept, {}, 3, True).endswith("25% stays, with keys normed anew.")
     assert "jumps" not in _verdict(0.6, 0.1, kept, {}, None, False)
     assert _verdict(0.1, 0.1, kept, {}, 3, False).startswith("No sink at position 0.")
+    assert _verdict(0.25 * SINK_RATIO, 0.25, kept, {}, 3, False).startswith("A sink at position 0")
     for uniform in (0.9, 1 / SINK_RATIO):
         words = _verdict(0.9, uniform, kept, {}, 3, False)
         assert words.startswith("The prompts are too short to tell.")
