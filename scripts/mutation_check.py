@@ -387,16 +387,17 @@ def trace(out: Path) -> dict[str, Any]:
 
 
 def order_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
-    """Tests that reach the mutant's lines, then those of its module, both in varied order.
+    """Tests that reach the mutant's lines, then others of files that reach its module, varied.
 
-    A model that tests share is made by the first of them, which alone then reaches the lines
-    that make it: so others of the module count too.
+    What tests share is made by the first of them, which alone then reaches the lines that make
+    it, though others look at it: so all of a file count.
     """
     lines = traced["lines"].get(mutant.module, {})
     near: set[str] = set()
     for line in range(mutant.line, mutant.last + 1):
         near.update(lines.get(str(line), ()))
-    rest = {name for names in lines.values() for name in names} - near
+    files = {_file(name) for names in lines.values() for name in names}
+    rest = {name for name in traced["seconds"] if _file(name) in files} - near
     return [name for group in (near, rest) for name in _varied(group, traced["seconds"])]
 
 
@@ -500,9 +501,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             traced = trace(kept or Path(folder) / "trace.json")
     if arguments.tests:
+        of = {
+            n: t for n, t in traced["seconds"].items() if _file(n).split("/")[0] in arguments.tests
+        }
+        traced["seconds"] = of
         for module in traced["lines"].values():
             for line, names in module.items():
-                module[line] = [n for n in names if _file(n).split("/")[0] in arguments.tests]
+                module[line] = [name for name in names if name in of]
     known: dict[str, dict] = {}
     if arguments.out and arguments.out.exists():
         before = json.loads(arguments.out.read_text("utf-8"))

@@ -81,6 +81,7 @@ def test_its_numbers_are_those_of_the_measures(demo: SurveyRow) -> None:
     norms = ss.residual_norms(model, batch)
     ratio = norms[..., 0].mean(0) / norms[..., 1:].median(-1).values.mean(0)
     assert demo.peak_by_layer[:6] == pytest.approx(ratio.tolist(), rel=1e-5)
+    assert demo.peak == max(demo.peak_by_layer[1:]) > min(demo.peak_by_layer[1:])
     scores = ss.sink_score(model, batch, ss.PAPER_CONDITIONS["No Query Bias"]).mean()
     assert dict(demo.ablations)["No Query Bias"] == pytest.approx(float(scores) / demo.sink_score)
 
@@ -172,6 +173,13 @@ def test_nothing_is_left_of_a_score_of_0() -> None:
     assert all(math.isnan(share) for share in left.values())
 
 
+def test_heads_that_share_keys_are_told() -> None:
+    for name, told in (("gpt2", False), ("llama", True)):
+        row = row_of(ss.load_model(transformers_model(name)), IDS)
+        assert ("2 key heads for 4" in row.other_parts) == told
+        assert told or row.other_parts == ()
+
+
 def test_lead_weights_leave_out_queries_that_see_nothing_else() -> None:
     mask = torch.ones(1, 4, dtype=torch.bool)
     visible = torch.eye(4, dtype=torch.bool)[None]
@@ -181,6 +189,9 @@ def test_lead_weights_leave_out_queries_that_see_nothing_else() -> None:
     expected[2, [0, 2]] = torch.tensor([0.5, -0.5])
     expected[3, [0, 1, 3]] = torch.tensor([0.5, -0.25, -0.25])
     torch.testing.assert_close(weights, expected)
+    visible[0, 2, 2] = False
+    expected[2], expected[3] = 0, 2 * expected[3]
+    torch.testing.assert_close(lead_weights(mask, visible)[0], expected)
 
 
 def test_the_coordinates_share_is_what_the_keys_have_of_them() -> None:
@@ -223,6 +234,9 @@ def test_the_peak_is_where_the_first_position_grows_and_its_coordinates_stand_ou
     assert found(firsts=firsts, others=others, vectors=vectors).peak() == (1, (5,), 0)
     vectors[1, 5] = 99.0
     assert found(firsts=firsts, others=others, vectors=vectors).peak() == (1, (5,), 1)
+    louder = planted_vectors()
+    louder[3] *= 9.0  # all of it is larger, and stands out no more
+    assert found(firsts=firsts, vectors=louder).peak()[1] == (5,)
     others[2] = 9.0  # in layer 1 all positions grow
     assert found(firsts=firsts, others=others, vectors=vectors).peak()[0] == 2
     level = torch.ones(4, 20)
