@@ -235,6 +235,7 @@ def test_the_peak_is_where_the_first_position_grows_and_its_coordinates_stand_ou
     vectors[1, 5] = 99.0
     assert found(firsts=firsts, others=others, vectors=vectors).peak() == (1, (5,), 1)
     louder = planted_vectors()
+    louder[3, 5] = 1.0
     louder[3] *= 9.0  # all of it is larger, and stands out no more
     assert found(firsts=firsts, vectors=louder).peak()[1] == (5,)
     others[2] = 9.0  # in layer 1 all positions grow
