@@ -204,6 +204,18 @@ def test_sums_of_rows_hold_to_units_of_their_precision(dtype: torch.dtype, units
             guard.read(ss.Site("pattern", 0), pattern, batch)
 
 
+@pytest.mark.parametrize("share", [5.0, torch.nan])
+def test_what_padding_attends_to_is_no_error(share: float) -> None:
+    view = ss.model_view(ss.load_model(transformers_model("gpt2")))
+    batch = ss.token_batch(view, [[1, 2], [3]], padding="left")
+    pattern = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[share, 0.0], [0.0, 1.0]]])
+    pattern = pattern[:, None].repeat(1, view.n_heads, 1, 1).double()
+    PatternGuard(view, [0]).read(ss.Site("pattern", 0), pattern, batch)
+    pattern[1, 2, 1, 1] = share
+    with pytest.raises(IdentityError, match=r"layer 0, head 2, .* does not sum to 1"):
+        PatternGuard(view, [0]).read(ss.Site("pattern", 0), pattern, batch)
+
+
 @pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 400), (torch.float64, 1800)])
 def test_large_position_biases_round_and_are_no_error(dtype: torch.dtype, length: int) -> None:
     """ALiBi's scores grow with the prompt, and with them what BLOOM's own softmax rounds."""
