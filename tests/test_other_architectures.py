@@ -337,3 +337,55 @@ def test_a_first_mlp_that_gives_more_than_its_output() -> None:
         expected, _ = model.model.layers[0].mlp(x)
     view = ss.model_view(ss.load_model(transformers_model("gpt_oss")))
     torch.testing.assert_close(view.first_mlp(x), expected)
+
+
+# --- HookedTransformer's own -----------------------------------------------------------------
+
+only_hooked = [
+    pytest.mark.hooked,
+    pytest.mark.skipif(
+        not HAS_HOOKED_TRANSFORMER, reason="transformer-lens 4 has no HookedTransformer"
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            {
+                "use_local_attn": True,
+                "window_size": 3,
+                "attn_types": ["global", "local"],
+            },
+            marks=only_hooked,
+        ),
+        pytest.param({"positional_embedding_type": "alibi"}, marks=only_hooked),
+    ],
+    ids=["local", "alibi"],
+)
+def test_windows_and_alibi_of_a_hooked_transformer(options: dict[str, Any]) -> None:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    config = HookedTransformerConfig(
+        n_layers=2, d_model=12, n_ctx=16, d_head=4, n_heads=3, d_vocab=40, act_fn="gelu", **options
+    )
+    model = HookedTransformer(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    view = ss.model_view(model)
+    batch = ss.token_batch(view, IDS)
+    _, cache = model.run_with_cache(batch.ids)
+    causal = torch.ones(IDS.shape[1], IDS.shape[1], dtype=torch.bool).tril()
+    window = causal & ~causal.tril(-3) if "window_size" in options else causal
+    terms = ss.decompose_scores(view, batch)
+    assert terms.max_error < 1e-4
+    for layer, seen in enumerate((causal, window)):
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"]
+        assert torch.equal(terms.visible[0, layer], seen)
+        assert torch.equal((pattern > 0).all(0).all(0), seen)
+        scores = cache[f"blocks.{layer}.attn.hook_attn_scores"]
+        difference = (terms.total[:, layer] - scores).masked_fill(~seen, 0)
+        assert float(difference.abs().max()) < 1e-4
+    assert ("position_bias" in terms.terms) == ("window_size" not in options)
