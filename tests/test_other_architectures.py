@@ -312,6 +312,8 @@ def test_scores_of_an_unknown_kind_are_left_out_and_patterns_are_read(name: str)
     torch.testing.assert_close(ss.patterns(view, batch), own, rtol=0, atol=1e-5)
     with pytest.raises(NotApplicableError, match=reason):
         ss.decompose_scores(view, batch)
+    shown = {"q", "k", "v"} & view.sites.names.keys()
+    assert shown == (set() if name == "DeepSeek" else {"q", "k", "v"})
     result = ss.reproduce(view, batch)
     assert reason in result.not_applicable["score_terms"]
     assert result.score_terms is None
