@@ -163,8 +163,10 @@ class ScoreTermsExperiment:
         Raises:
             NotApplicableError: the model computes its scores in a way that is not known here.
         """
-        if not self._reader.kept.keys() - {"errors"}:  # a run without the others' says why
-            stream(self._view, self._first, [IdentityReader(self._view, (0,))])
+        layers = tuple(range(self._view.n_layers))
+        if any(f"content.{layer}" not in self._reader.kept for layer in layers):
+            # A run that suppresses nothing says why.
+            stream(self._view, self._first, [IdentityReader(self._view, layers)])
         names = tuple(name for name in TERMS if f"{name}.0" in self._reader.kept)
         return QueryTerms(
             terms=to_numpy(torch.stack([self._reader.stacked(name) for name in names])),
