@@ -135,5 +135,7 @@ def _identity_norms(model: Any) -> bool:
 
 def _centred_keys(model: Any) -> bool:
     """Folding also leaves reading weights centred over d_model."""
+    if not projects(model):
+        return False
     attentions = [getattr(block, "attn", None) for block in model.blocks]
     return all(a is not None and _is_centred(a.W_K.detach().transpose(-1, -2)) for a in attentions)

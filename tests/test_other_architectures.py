@@ -322,6 +322,15 @@ def test_scores_of_an_unknown_kind_are_left_out_and_patterns_are_read(name: str)
     assert reason in dict(row.not_applicable)["score shares"]
 
 
+def test_compressed_projections_behind_norms_without_a_gain() -> None:
+    """As in a model that was never trained: folding would leave such norms too."""
+    config, kind, _ = UNKNOWN["DeepSeek"]
+    config._attn_implementation = "eager"
+    view = ss.model_view(ss.load_model(kind(config).eval()))
+    assert view.parts.processed == ()
+    assert bool(ss.sink_score(view, ss.token_batch(view, IDS), layers=1).isfinite().all())
+
+
 def test_as_many_positions_as_key_heads() -> None:
     """Axes of one size are not one axis."""
     model = transformers_model("llama")
