@@ -260,8 +260,7 @@ REMOVALS = (
         "folding is recognised from the weights",
         (
             "parts.py",
-            'folded = normalization.endswith("Pre") or '
-            "(identity and (flagged or _centred_keys(model)))",
+            'folded = normalization.endswith("Pre") or told',
             "folded = flagged = False",
         ),
     ),
@@ -349,7 +348,7 @@ REMOVALS = (
     removal(
         16,
         "whether there is a query bias is asked of the model",
-        ("parts.py", 'query_bias=_has_bias(model, "q", "b_Q")', "query_bias=True"),
+        ("parts.py", 'projections and _has_bias(model, "q", "b_Q")', "True"),
     ),
     removal(
         16,

@@ -511,8 +511,8 @@ def main() -> int:
     known: dict[str, dict] = {}
     if arguments.out and arguments.out.exists():
         before = json.loads(arguments.out.read_text("utf-8"))
-        kept_ones = (o for o in before if not (arguments.again and o["outcome"] == "survived"))
-        known = {_key(o): o for o in kept_ones}
+        again = ("survived",) if arguments.again else ()
+        known = {_key(o): o for o in before if o["outcome"] not in again}
     outcomes = [known[key] for m, _ in chosen if (key := _key(asdict(m))) in known]
     left = [m for m in chosen if _key(asdict(m[0])) not in known]
     slices = (left[at : at + SLICE] for at in range(0, len(left), SLICE))
@@ -531,10 +531,10 @@ def main() -> int:
     for module in sorted({o["module"] for o in outcomes}):
         caught, survived = counts[module, False], counts[module, True]
         print(f"{module:12}{caught + survived:9}{caught:9}{survived:10}")
-    survived = [o for o in outcomes if o["outcome"] == "survived"]
-    share = 1 - len(survived) / max(1, len(outcomes))
+    living = [o for o in outcomes if o["outcome"] == "survived"]
+    share = 1 - len(living) / max(1, len(outcomes))
     listed = reasons()
-    unlisted = [o for o in survived if _key(o) not in listed]
+    unlisted = [o for o in living if _key(o) not in listed]
     for outcome in unlisted:
         print("not in survivors.json: {module}:{line} {function} [{kind}]".format(**outcome))
     print(f"{share:.1%} of {len(outcomes)} caught")

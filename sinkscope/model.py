@@ -28,7 +28,7 @@ from sinkscope.errors import (
     SinkscopeError,
 )
 from sinkscope.metrics import causal_visibility, full_visibility, position_ids
-from sinkscope.parts import Parts, find_parts, projects, sink_logits_of, weight_of
+from sinkscope.parts import Parts, find_parts, sink_logits_of, weight_of
 from sinkscope.sites import Site, SiteMap, site_map
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ModelView(HtmlTable):
         sites = site_map(lambda name: _hook_point(model, name) is not None)
         # Hooks that are there, but never called, or show tensors of another shape.
         others = set() if parts.learned_positions else {"pos_embed"}
-        others |= set() if projects(model) else {"q", "k", "v"}
+        others |= set() if parts.projections else {"q", "k", "v"}
         known = {kind: name for kind, name in sites.names.items() if kind not in others}
         sites = replace(sites, names=known)
         return cls(
@@ -196,16 +196,14 @@ class ModelView(HtmlTable):
         return self._per_query_head(self._projection(layer, "b_K"))
 
     def _projection(self, layer: int, name: str) -> Tensor:
-        try:
-            weight: Tensor = getattr(self.block(layer).attn, name)
-        except NotImplementedError as error:  # the bridge's word for compressed projections
+        if not self.parts.projections:
             raise NotApplicableError(
                 f"Not applicable: this model's attention has no {name}",
                 expected="queries and keys that are projections of what enters the attention",
                 got=self.name,
                 fix="use measures of the pattern",
-            ) from error
-        return weight.detach()
+            )
+        return getattr(self.block(layer).attn, name).detach()
 
     def _per_query_head(self, weight: Float[Tensor, "kv_head ..."]) -> Float[Tensor, "head ..."]:
         return weight.repeat_interleave(self.n_heads // weight.shape[0], dim=0)

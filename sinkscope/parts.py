@@ -26,6 +26,8 @@ class Parts:
         sink_logits: a learned score per head joins the softmax and attends to nothing.
         processed: what was done to the weights ("folded", "centred", or "processed" where only
             the model's own flag tells), empty if nothing.
+        projections: a query and a key are each one projection of what enters the attention, and
+            not compressed on the way (MLA).
     """
 
     query_bias: bool
@@ -38,6 +40,7 @@ class Parts:
     soft_cap: float | None = None
     sink_logits: bool = False
     processed: tuple[str, ...] = ()
+    projections: bool = True
 
 
 def weight_of(module: Any, name: str) -> Tensor:
@@ -53,9 +56,10 @@ def find_parts(model: Any) -> Parts:
     soft_cap = float(getattr(cfg, "attn_scores_soft_cap", None) or 0)
     positions = str(getattr(cfg, "positional_embedding_type", "none"))
     normalization = str(getattr(cfg, "normalization_type", None) or "none")
+    projections = _projects(attention)
     return Parts(
-        query_bias=_has_bias(model, "q", "b_Q"),
-        key_bias=_has_bias(model, "k", "b_K"),
+        query_bias=projections and _has_bias(model, "q", "b_Q"),
+        key_bias=projections and _has_bias(model, "k", "b_K"),
         learned_positions=positions == "standard" and hasattr(model, "pos_embed"),
         positions=positions,
         first_mlp=hasattr(model.blocks[0], "mlp"),
@@ -63,7 +67,8 @@ def find_parts(model: Any) -> Parts:
         qk_norm=getattr(attention, "q_norm", None) is not None,
         soft_cap=soft_cap if soft_cap > 0 else None,
         sink_logits=sink_logits_of(attention) is not None,
-        processed=_processed(model, normalization),
+        processed=_processed(model, normalization, projections),
+        projections=projections,
     )
 
 
@@ -83,25 +88,23 @@ def _has_bias(model: Any, projection: str, name: str) -> bool:
     if all(hasattr(attention, projection) for attention in attentions):
         biases = [getattr(getattr(a, projection), "bias", None) for a in attentions]
         return all(isinstance(bias, Tensor) for bias in biases)
-    if not projects(model):
-        return False
     return any(bool(getattr(a, name).detach().any()) for a in attentions if hasattr(a, name))
 
 
-def projects(model: Any) -> bool:
-    """Whether a query is one projection of what enters, and not compressed on the way (MLA)."""
+def _projects(attention: Any) -> bool:
     try:
-        getattr(getattr(model.blocks[0], "attn", None), "W_Q", None)
-    except NotImplementedError:  # the bridge's word for it
+        getattr(attention, "W_Q", None)
+    except NotImplementedError:  # the bridge's word for compressed projections
         return False
     return True
 
 
-def _processed(model: Any, normalization: str) -> tuple[str, ...]:
+def _processed(model: Any, normalization: str, projections: bool) -> tuple[str, ...]:
     """What was done to the weights, from the model's own flags and from the weights themselves."""
     flagged = bool(getattr(model, "_weights_processed", False))
     identity = _identity_norms(model)
-    folded = normalization.endswith("Pre") or (identity and (flagged or _centred_keys(model)))
+    told = identity and (flagged or (projections and _centred_keys(model)))
+    folded = normalization.endswith("Pre") or told
     done = ["folded"] if folded else []
     tables = [weight_of(model.embed, "W_E")]
     if hasattr(model, "pos_embed") and str(model.cfg.positional_embedding_type) == "standard":
@@ -135,7 +138,5 @@ def _identity_norms(model: Any) -> bool:
 
 def _centred_keys(model: Any) -> bool:
     """Folding also leaves reading weights centred over d_model."""
-    if not projects(model):
-        return False
     attentions = [getattr(block, "attn", None) for block in model.blocks]
     return all(a is not None and _is_centred(a.W_K.detach().transpose(-1, -2)) for a in attentions)

@@ -186,15 +186,21 @@ def transformers_model(
 ) -> Any:
     """A model with random weights, biases, norms and sink logits of ordinary size."""
     config = config_of(name, Sizes() if sizes is None else sizes)
+    # gpt-oss' experts have no arithmetic in float64.
+    dtype = dtype or (torch.float32 if name == "gpt_oss" else torch.float64)
+    return random_model(config, dtype, attention)
+
+
+def random_model(config: Any, dtype: torch.dtype, attention: str = "eager") -> Any:
+    """The model of a configuration, the same each time."""
     config._attn_implementation = attention
+    auto = hf.AutoModelForMaskedLM if config.model_type == "bert" else hf.AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        auto = hf.AutoModelForMaskedLM if name == "bert" else hf.AutoModelForCausalLM
         model = auto.from_config(config).eval()
         for parameter in model.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
-    # gpt-oss' experts have no arithmetic in float64.
-    return model.to(dtype or (torch.float32 if name == "gpt_oss" else torch.float64))
+    return model.to(dtype)
 
 
 def attentions(model: Any, ids: Tensor = IDS, **kwargs: Any) -> Tensor:

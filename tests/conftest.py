@@ -16,22 +16,11 @@ import torch  # noqa: E402
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tiny models lose more to threads than they gain
 
-from models import HAS_HOOKED_TRANSFORMER, IDS, shared_model  # noqa: E402
+from models import IDS, ONLY_HOOKED, shared_model  # noqa: E402
 
 import sinkscope as ss  # noqa: E402
 
-KINDS = [
-    "bridge",
-    pytest.param(
-        "hooked",
-        marks=[
-            pytest.mark.hooked,
-            pytest.mark.skipif(
-                not HAS_HOOKED_TRANSFORMER, reason="transformer-lens 4 has no HookedTransformer"
-            ),
-        ],
-    ),
-]
+KINDS = ["bridge", pytest.param("hooked", marks=ONLY_HOOKED)]
 
 
 @pytest.fixture(params=KINDS)

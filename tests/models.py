@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -20,6 +21,13 @@ except ImportError:
     HAS_HOOKED_TRANSFORMER = False
 else:
     HAS_HOOKED_TRANSFORMER = True
+
+ONLY_HOOKED = [
+    pytest.mark.hooked,
+    pytest.mark.skipif(
+        not HAS_HOOKED_TRANSFORMER, reason="transformer-lens 4 has no HookedTransformer"
+    ),
+]
 
 
 def tiny_gpt2(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from architectures import IDS, attentions, transformers_model
-from models import HAS_HOOKED_TRANSFORMER, hook, tiny_gpt2
+from architectures import IDS, attentions, random_model, transformers_model
+from models import HAS_HOOKED_TRANSFORMER, ONLY_HOOKED, hook, tiny_gpt2
 from torch import Tensor
 
 import sinkscope as ss
@@ -212,21 +212,10 @@ SMALL = {
 }
 
 
-def made(config: Any, kind: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """A transformers model of ordinary size in all its weights."""
-    config._attn_implementation = "eager"
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = kind(config).eval()
-        for parameter in model.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model.to(dtype)
-
-
-ADJACENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "Cohere": (transformers.CohereConfig, transformers.CohereForCausalLM, {}),
-    "GLM": (transformers.GlmConfig, transformers.GlmForCausalLM, {"head_dim": 8}),
-    "ERNIE": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM, {"head_dim": 8}),
+ADJACENT = {
+    "Cohere": transformers.CohereConfig(**SMALL),
+    "GLM": transformers.GlmConfig(**SMALL, head_dim=8),
+    "ERNIE": transformers.Ernie4_5Config(**SMALL, head_dim=8),
 }
 
 
@@ -234,8 +223,7 @@ ADJACENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ADJACENT)
 def test_neighbours_that_turn_together(name: str, dtype: torch.dtype) -> None:
     """Or, where this TransformerLens turns others together, an error and no numbers."""
-    config, kind, options = ADJACENT[name]
-    model = made(config(**SMALL, **options), kind, dtype)
+    model = random_model(ADJACENT[name], dtype)
     own = attentions(model)
     view = ss.model_view(ss.load_model(model))
     batch = ss.token_batch(view, IDS)
@@ -281,20 +269,17 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-UNKNOWN: dict[str, tuple[Any, Any, str]] = {
+UNKNOWN: dict[str, tuple[Any, str]] = {
     "DeepSeek": (
         transformers.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}, **LATENT),
-        transformers.DeepseekV3ForCausalLM,
         "no W_Q",
     ),
     "HunYuan": (
         transformers.HunYuanDenseV1Config(**SMALL, head_dim=8),
-        transformers.HunYuanDenseV1ForCausalLM,
         "norms queries and keys after turning them",
     ),
     "MPT": (
         transformers.MptConfig(vocab_size=40, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
-        transformers.MptForCausalLM,
         "does not show its ALiBi term",
     ),
 }
@@ -302,8 +287,8 @@ UNKNOWN: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_scores_of_an_unknown_kind_are_left_out_and_patterns_are_read(name: str) -> None:
-    config, kind, reason = UNKNOWN[name]
-    model = made(config, kind)
+    config, reason = UNKNOWN[name]
+    model = random_model(config, torch.float32)
     own = attentions(model)
     view = ss.model_view(ss.load_model(model))
     batch = ss.token_batch(view, IDS)
@@ -324,9 +309,10 @@ def test_scores_of_an_unknown_kind_are_left_out_and_patterns_are_read(name: str)
 
 def test_compressed_projections_behind_norms_without_a_gain() -> None:
     """As in a model that was never trained: folding would leave such norms too."""
-    config, kind, _ = UNKNOWN["DeepSeek"]
+    config, _ = UNKNOWN["DeepSeek"]
     config._attn_implementation = "eager"
-    view = ss.model_view(ss.load_model(kind(config).eval()))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    view = ss.model_view(ss.load_model(model))
     assert view.parts.processed == ()
     assert bool(ss.sink_score(view, ss.token_batch(view, IDS), layers=1).isfinite().all())
 
@@ -352,13 +338,6 @@ def test_a_first_mlp_that_gives_more_than_its_output() -> None:
 
 # --- HookedTransformer's own -----------------------------------------------------------------
 
-only_hooked = [
-    pytest.mark.hooked,
-    pytest.mark.skipif(
-        not HAS_HOOKED_TRANSFORMER, reason="transformer-lens 4 has no HookedTransformer"
-    ),
-]
-
 
 @pytest.mark.parametrize(
     "options",
@@ -369,9 +348,9 @@ only_hooked = [
                 "window_size": 3,
                 "attn_types": ["global", "local"],
             },
-            marks=only_hooked,
+            marks=ONLY_HOOKED,
         ),
-        pytest.param({"positional_embedding_type": "alibi"}, marks=only_hooked),
+        pytest.param({"positional_embedding_type": "alibi"}, marks=ONLY_HOOKED),
     ],
     ids=["local", "alibi"],
 )

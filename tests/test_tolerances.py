@@ -101,18 +101,24 @@ def test_the_terms_tolerance_is_of_the_longest_query_and_key_of_one_prompt(
         assert terms.tolerance == pytest.approx(expected, rel=1e-6, abs=0)
 
 
+def tolerances_asked(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[tuple[float, float]]:
+    """Fills with the `of_scores` and `largest` that a module asks `pattern_tolerance` with."""
+    asked: list[tuple[float, float]] = []
+
+    def noted(of_scores: float, largest: float, pattern: Tensor, visible: Tensor) -> float:
+        asked.append((of_scores, largest))
+        return pattern_tolerance(of_scores, largest, pattern, visible)
+
+    monkeypatch.setattr(module, "pattern_tolerance", noted)
+    return asked
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_terms_patterns_hold_to_the_size_of_their_scores(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of queries and keys; in half precision that of the scores that are seen."""
-    sizes: list[tuple[float, float]] = []
-
-    def noted(of_scores: float, largest: float, pattern: Tensor, visible: Tensor) -> float:
-        sizes.append((of_scores, largest))
-        return pattern_tolerance(of_scores, largest, pattern, visible)
-
-    monkeypatch.setattr(scores, "pattern_tolerance", noted)
+    sizes = tolerances_asked(monkeypatch, scores)
     model = hook(tiny_gpt2(dtype=dtype), "bridge")
     terms = ss.decompose_scores(model, ss.token_batch(model, [[3, 1, 4, 1, 5]]))
     assert len(sizes) == len(terms.layers)
@@ -235,13 +241,7 @@ def test_the_guard_adds_the_largest_position_bias_to_the_size(
 ) -> None:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    found: list[float] = []
-
-    def noted(of_scores: float, largest: float, pattern: Tensor, visible: Tensor) -> float:
-        found.append(largest)
-        return pattern_tolerance(of_scores, largest, pattern, visible)
-
-    monkeypatch.setattr(guard, "pattern_tolerance", noted)
+    found = tolerances_asked(monkeypatch, guard)
     model = ss.load_model(transformers_model("bloom"))
     view = ss.model_view(model)
     batch = ss.token_batch(model, [list(range(1, 9))])
@@ -251,7 +251,8 @@ def test_the_guard_adds_the_largest_position_bias_to_the_size(
     of_products = float((sizes[0] * sizes[1]).max()) * view.d_head**-0.5
     bias = build_alibi_tensor(batch.mask.long(), view.n_heads, torch.float64)
     assert float(bias.abs().max()) > 0.1
-    assert found == [pytest.approx(of_products + float(bias.abs().max()), abs=0)]
+    expected = of_products + float(bias.abs().max())
+    assert [largest for _, largest in found] == [pytest.approx(expected, abs=0)]
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
